@@ -153,7 +153,7 @@ def pack_linears(module: nn.Module) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             weight: Any = getattr(child, "weight", None)
-            int8_values = getattr(weight, "qdata", None)
+            int8_values: Any = getattr(weight, "qdata", None)
             is_int8 = int8_values is not None and int8_values.shape == weight.shape
 
             if is_int8 and isinstance(child, nn.Linear) and not has_user_code(child):
