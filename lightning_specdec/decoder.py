@@ -338,7 +338,7 @@ class SpeculativeDecoder:
         Raises:
             ValueError: the target has no tokenizer, or no chat template.
         """
-        turns: Sequence[Any] = messages  # type: ignore[assignment]
+        turns: Sequence[Any] = messages
         if isinstance(messages, str):
             turns = [{"role": "user", "content": messages}]
         return self._require_tokenizer().encode_chat(turns)
