@@ -191,7 +191,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a tokenizer that is none": (put("tokenizer.json", "{}"), "tokenizer"),
     "a state that cannot go back": (
         edit_config(model_type="mamba", architectures=["MambaForCausalLM"], state_size=4),
-        "cannot go back: speculative decoding needs attention",
+        "cannot be truncated: speculative decoding needs attention",
     ),
 }
 
