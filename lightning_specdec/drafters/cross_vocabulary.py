@@ -293,8 +293,11 @@ class CrossVocabulary(DrawingDrafter):
             # Raises the error for a missing or unsuitable draft.
             return super().for_target(target, draft, **settings)
 
-        is_unknown = draft.vocabulary is None or target.vocabulary is None
-        if is_unknown or draft.vocabulary == target.vocabulary:
+        if (
+            draft.vocabulary is None
+            or target.vocabulary is None
+            or draft.vocabulary == target.vocabulary
+        ):
             return ModelDrafter.for_target(target, draft, sampling=settings.get("sampling"))
 
         tokenizer = getattr(draft, "tokenizer", None)
