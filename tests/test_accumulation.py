@@ -172,6 +172,67 @@ class InterruptedRunError(Exception):
     pass
 
 
+class InterruptedTraining(PairTraining):
+    """A recurrent pair whose training stops at a batch, counted from 1 over all epochs.
+
+    Args:
+        moment: "within a batch" or "after a batch".
+        batch_to_stop: the number of the batch; 0 for a run that does not stop.
+
+    Attributes:
+        validated: epoch and optimizer step of each validation.
+    """
+
+    def __init__(self, moment: str, batch_to_stop: int) -> None:
+        torch.manual_seed(0)
+        super().__init__(RNN(VOCAB_SIZE, hidden_size=16), RNN(VOCAB_SIZE, hidden_size=8))
+        self.moment = moment
+        self.batch_to_stop = batch_to_stop
+        self.num_batches = 0
+        self.validated: list[tuple[int, int]] = []
+
+    def _stop_if(self, moment: str) -> None:
+        if moment == self.moment and self.num_batches == self.batch_to_stop:
+            raise InterruptedRunError
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.num_batches += 1
+        self._stop_if("within a batch")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self._stop_if("after a batch")
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.validated.append((self.current_epoch, self.global_step))
+
+
+def train(module: InterruptedTraining, directory: Path, **options: Any) -> None:
+    """Two epochs of eight batches: steps of three, three and two. It validates after four."""
+    saves_on_exception = module.moment == "within a batch"
+    newest = ModelCheckpoint(
+        directory,
+        filename="last",
+        save_on_exception=saves_on_exception,
+        enable_version_counter=False,
+    )
+    callbacks: list[Callback] = [newest]
+    if not saves_on_exception:
+        callbacks.append(SaveNewest([newest], 0))
+    trainer = Trainer(
+        max_epochs=2,
+        val_check_interval=4,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=3,
+        callbacks=callbacks,
+        **QUIET,
+    )
+    trainer.fit(module, datamodule=RaggedData(batch_size=2), **options)
+    assert trainer.global_step == 6
+
+
 @pytest.mark.parametrize(
     ("moment", "batch_to_stop"),
     [
@@ -182,61 +243,17 @@ class InterruptedRunError(Exception):
 def test_a_run_that_stops_between_the_batches_of_a_step_resumes_at_the_first_of_them(
     moment: str, batch_to_stop: int, tmp_path: Path
 ) -> None:
-    """An epoch has eight batches: steps of three, three and two. It validates after four."""
+    uninterrupted = InterruptedTraining(moment, 0)
+    train(uninterrupted, tmp_path / "uninterrupted")
 
-    def run(
-        directory: Path, stop: int, **options: Any
-    ) -> tuple[PairTraining, list[tuple[int, int]]]:
-        num_batches = 0
-        validated: list[tuple[int, int]] = []
-
-        class Stopped(PairTraining):
-            def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-                nonlocal num_batches
-                num_batches += 1
-                if num_batches == stop and moment == "within a batch":
-                    raise InterruptedRunError
-                return super().training_step(batch, batch_idx)
-
-            def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-                super().on_train_batch_end(outputs, batch, batch_idx)
-                if num_batches == stop and moment == "after a batch":
-                    raise InterruptedRunError
-
-            def on_validation_epoch_end(self) -> None:
-                super().on_validation_epoch_end()
-                validated.append((self.current_epoch, self.global_step))
-
-        torch.manual_seed(0)
-        module = Stopped(RNN(VOCAB_SIZE, hidden_size=16), RNN(VOCAB_SIZE, hidden_size=8))
-        newest = ModelCheckpoint(
-            directory,
-            filename="last",
-            save_on_exception=moment == "within a batch",
-            enable_version_counter=False,
-        )
-        callbacks: list[Callback] = [newest]
-        if moment == "after a batch":
-            callbacks.append(SaveNewest([newest], 0))
-        trainer = Trainer(
-            max_epochs=2,
-            val_check_interval=4,
-            num_sanity_val_steps=0,
-            accumulate_grad_batches=3,
-            callbacks=callbacks,
-            **QUIET,
-        )
-        trainer.fit(module, datamodule=RaggedData(batch_size=2), **options)
-        assert trainer.global_step == 6
-        return module, validated
-
-    uninterrupted, validated = run(tmp_path / "uninterrupted", 0)
     halves = tmp_path / "halves"
     with pytest.raises(InterruptedRunError):
-        run(halves, batch_to_stop)
-    resumed, later_validated = run(
-        halves, 0, ckpt_path=str(halves / "last.ckpt"), weights_only=True
-    )
-    assert later_validated == validated[-len(later_validated) :]
+        train(InterruptedTraining(moment, batch_to_stop), halves)
+    resumed = InterruptedTraining(moment, 0)
+    train(resumed, halves, ckpt_path=str(halves / "last.ckpt"), weights_only=True)
+
+    # The same validations, and none twice.
+    num_validations = len(resumed.validated)
+    assert resumed.validated == uninterrupted.validated[-num_validations:]
     for name, weight in uninterrupted.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
