@@ -1,4 +1,4 @@
-"""Who may import whom: read from the files, and seen in fresh processes."""
+"""Which subpackage may import which: read from the files, and observed in fresh processes."""
 
 from __future__ import annotations
 
