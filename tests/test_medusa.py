@@ -307,7 +307,7 @@ def test_a_target_of_another_kind_is_refused_by_name() -> None:
         small(hidden_size=16).check_target(rnn)
     closed = Chain()
     closed.num_layers = None
-    with pytest.raises(ValueError, match="Chain gives no hidden states"):
+    with pytest.raises(ValueError, match="Chain returns no hidden states"):
         small(hidden_size=11, vocab_size=11).check_target(closed)
 
 

@@ -277,7 +277,7 @@ class Controller:
         if self.hopeless:
             return 0
 
-        # A position with few tests of its own is estimated from the one before it.
+        # A position with few tests is estimated from the one before it.
         rates: list[float] = []
         for i, position in enumerate(self.positions):
             if i == 0:

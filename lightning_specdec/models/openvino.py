@@ -156,7 +156,7 @@ def _file_digests(directory: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def _check(model: HuggingFaceLM, converted_model: OpenVINOLM) -> None:
-    """Raise ValueError unless a converted model gives the model's logits, both computed in
+    """Raise ValueError unless a converted model returns the model's logits, both computed in
     float32."""
     tokens = torch.arange(12)[None] * 7919 % model.vocab_size
     expected = model(tokens).logits
