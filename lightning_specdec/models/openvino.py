@@ -67,7 +67,7 @@ quantized.
 
 OpenVINO does not quantize the activations of a single token, and a row's attention adds up in
 another order for one token than for several. From two tokens on, a token's numbers are the same
-bits in every call (docs/log.md).
+bits in every call (docs/log/2026-11.md).
 """
 
 log = logging.getLogger(__name__)
