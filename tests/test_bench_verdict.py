@@ -71,7 +71,7 @@ def test_the_best_is_marked_if_all_others_are_slower(monkeypatch: pytest.MonkeyP
     assert choice.text == "best: ngram 2 ExactMatch"
 
 
-def test_a_row_is_not_the_best_while_another_may_be_faster(
+def test_rows_that_may_be_as_fast_as_the_best_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sure = Interval(4.02, 3.56, 4.54)
@@ -82,7 +82,7 @@ def test_a_row_is_not_the_best_while_another_may_be_faster(
     assert choice.best is rows[2], "the only one that is proven far above 1"
     assert choice.equals == (rows[0],)
     remarks = [choice.remark(row) for row in rows]
-    assert remarks == ["<- may be as fast", "", "<- too noisy to choose between them"]
+    assert remarks == ["<- may be as fast", "", "<- best"]
     assert choice.text == "too noisy to choose between them: ngram 3 ExactMatch, ngram 1 ExactMatch"
 
 

@@ -101,11 +101,12 @@ class C:
     assert set(imports(ast.parse(source), whole=False)) == {"typing", "a.b", "e"}
 
 
-def test_decoding_imports_torch_and_the_standard_library_alone() -> None:
+def test_decoding_imports_only_torch_numpy_and_the_standard_library() -> None:
     for file in (file for file in FILES if file.startswith(TORCH_ONLY)):
         names = imported(file, whole=file not in MAY_REACH_UP)
         assert {name.split(".")[0] for name in names} <= {
             "torch",
+            "numpy",
             "lightning_specdec",
             *sys.stdlib_module_names,
         }, file

@@ -163,7 +163,7 @@ def test_what_cannot_chat_is_refused_in_one_line(model: str, here: None) -> None
             "--target",
             model,
             stdin=f"{command}\n",
-            told=f"no command {command}: /reset begins",
+            told=f"no command {command}: /reset starts",
         )
     assert succeed(
         "chat", "--target", model, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n"

@@ -104,7 +104,7 @@ class BestChoice:
         if not self.is_proven:
             return ""
         if row is self.best:
-            return "<- too noisy to choose between them" if self.equals else "<- best"
+            return "<- best"
         if any(row is equal for equal in self.equals):
             return "<- may be as fast"
         return ""

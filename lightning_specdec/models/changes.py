@@ -31,6 +31,7 @@ _INTERNAL_NAMES = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of weights, submodules and hooks, its mode."""
 _IRRELEVANT_NAMES = frozenset(
     [
+        "agreement",
         "generate",
         "generation_config",
         "extra_repr",
