@@ -156,7 +156,7 @@ def first_table() -> str:
         "transformers": ("transformers", {"standard": "`generate`", "lookup": "its prompt lookup"}),
         "ours torch": (
             "this package",
-            {"standard": "standard decoding", "lookup, head": "prompt lookup, then a head"},
+            {"standard": "standard decoding", "lookup, head": "prompt lookup, then a draft head"},
         ),
     }
     engines["ours openvino"] = ("this package, OpenVINO", engines["ours torch"][1])
@@ -173,7 +173,7 @@ def first_table() -> str:
             ]
             lines.append((f"{name}, {words}", f"{peers.speed(mine.values()):.1f}", *over))
     return _table(
-        ("Method", "Tokens/s", "Over the same without a draft", "Over transformers' `generate`"),
+        ("Method", "Tokens/s", "Speedup from drafting", "Speedup over transformers' `generate`"),
         lines,
     )
 
