@@ -19,7 +19,7 @@ RowPair = tuple["RowResult", "RowResult"]
 
 
 @dataclass(frozen=True)
-class Agreement:
+class OutputAgreement:
     """Whether speculative decoding produced the tokens of standard decoding, and why not.
 
     Args:
@@ -38,7 +38,7 @@ def compare_outputs(
     standard: DecodeResult,
     speculative: DecodeResult,
     config: DecodingConfig,
-) -> Agreement:
+) -> OutputAgreement:
     """Compare two results for the same prompts.
 
     Args:
@@ -50,21 +50,21 @@ def compare_outputs(
         num_equal = sum(plain.tokens == drafted.tokens for plain, drafted in pairs)
         plural = "" if len(pairs) == 1 else "s"
         equal = f"{num_equal} of {len(pairs)} output{plural} equal"
-        return Agreement("lossy", f"NOT LOSSLESS: {speculative.lossy_reason}; {equal}")
+        return OutputAgreement("lossy", f"NOT LOSSLESS: {speculative.lossy_reason}; {equal}")
     if not speculative.lossless:
-        return Agreement("lossy", _describe_loss(pairs, speculative))
+        return OutputAgreement("lossy", _describe_loss(pairs, speculative))
 
     differing_pairs = [
         (plain, drafted) for plain, drafted in pairs if plain.tokens != drafted.tokens
     ]
     if not differing_pairs:
-        return Agreement("identical", "output identical")
+        return OutputAgreement("identical", "output identical")
 
     share = ""
     if len(pairs) > 1:
         share = f" in {len(differing_pairs)} of {len(pairs)} prompts"
     if config.temperature and speculative.rule != "ExactMatch":
-        return Agreement(
+        return OutputAgreement(
             "random", f"output differs{share}, as two draws of the same distribution do"
         )
     return _explain(decoder, differing_pairs[0], config, share)
@@ -89,7 +89,7 @@ def _describe_loss(pairs: list[RowPair], speculative: DecodeResult) -> str:
 
 def _explain(
     decoder: SpeculativeDecoder, pair: RowPair, config: DecodingConfig, share: str
-) -> Agreement:
+) -> OutputAgreement:
     """Find where two outputs that should be equal part, and whether rounding explains it.
 
     Args:
@@ -117,8 +117,8 @@ def _explain(
     dtype = str(next(target.parameters()).dtype).removeprefix("torch.")
     near_tie = f"near-tie in {dtype}"
     if divergence.verdict == "tie":
-        return Agreement("near-tie", f"output differs{separator}{where} ({near_tie})")
-    return Agreement(
+        return OutputAgreement("near-tie", f"output differs{separator}{where} ({near_tie})")
+    return OutputAgreement(
         "fault",
         f"output differs{separator}{where} "
         f"(NOT a {near_tie}: `lightning_specdec audit` looks closer)",

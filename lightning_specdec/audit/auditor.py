@@ -71,7 +71,8 @@ class Finding:
     Args:
         check: "identity" or "round", or "lossy" for what a lossy rule changes.
         verdict: of identity: "same", "tie" or "bug". Of a round: "exact" or "biased", or "idle" if
-            nothing was ever drafted. Of a lossy rule: "measured". Of any: "error" if it broke.
+            nothing was ever drafted. Of a lossy rule: "measured". Of any: "error" if it broke, and
+            "not lossless" if the target's own calls disagree, so that nothing can be exact.
         enough_power: whether the check found the bias of a biased rule; None if it did not try one.
         figures: plain values; only the `reason` if the check broke.
     """
@@ -85,7 +86,7 @@ class Finding:
     @property
     def failed(self) -> bool:
         """Whether something that should be lossless is not, or could not be checked."""
-        return self.verdict in ("bug", "biased", "error")
+        return self.verdict in ("bug", "biased", "error", "not lossless")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -254,8 +255,8 @@ class Auditor:
         """Run a check; one that breaks is a finding too."""
         if check != "lossy" and self.target.lossy_reason is not None:
             # Comparing calls of other widths would take the target's own disagreement for rounding.
-            verdict = "bug" if check == "identity" else "biased"
-            return Finding(cell, check, verdict, figures={"reason": self.target.lossy_reason})
+            reason = {"reason": self.target.lossy_reason}
+            return Finding(cell, check, "not lossless", figures=reason)
         run = {"identity": self._identity, "round": self._round, "lossy": self._lossy}[check]
         try:
             return run(cell)

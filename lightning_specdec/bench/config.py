@@ -65,7 +65,7 @@ class BenchConfig(Settings):
     temperatures: tuple[float, ...] = setting((0.0,), "temperatures", minimum=0)
     batch_sizes: tuple[int, ...] = setting((1,), "prompts decoded together", minimum=1)
     rules: tuple[Any, ...] = setting(
-        ("ExactMatch",), "rules, by name or as {EpsilonThreshold: {epsilon: 0.2}}"
+        ("ExactMatch",), "rules, by name or as {class_path: NAME, init_args: {...}}"
     )
     baselines: tuple[str, ...] = setting(
         HUGGING_FACE,

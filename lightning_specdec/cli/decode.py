@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_specdec.cli.common import Loaded, counted, load, progress
@@ -102,7 +102,7 @@ def run(options: Namespace) -> int:
     outcome = _decode_and_measure(loaded, config, settings, measure)
     manifest = loaded.manifest(config, measure, settings)
     if settings.output == "json":
-        say(json.dumps(_document(outcome, loaded, manifest)))
+        say(json.dumps(_document(outcome, loaded, config, manifest)))
     else:
         say(_answer(outcome, decoder, config))
         if "quiet" not in options:
@@ -172,8 +172,10 @@ def _decode_batches(
     return merge_results(results), False
 
 
-def _document(outcome: Outcome, loaded: Loaded, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Everything as plain values: the figures, and each prompt's tokens, text, and counts."""
+def _document(
+    outcome: Outcome, loaded: Loaded, config: DecodingConfig, manifest: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything as plain values: verdicts, figures, and each prompt's tokens, text, and counts."""
     rows_by_prompt: dict[int, dict[str, Any]] = {}
     for name, result in outcome.results.items():
         for row in result.to_dict()["rows"]:
@@ -188,23 +190,39 @@ def _document(outcome: Outcome, loaded: Loaded, manifest: dict[str, Any]) -> dic
             rows_by_prompt[index][name] = row
 
     summary = {} if outcome.comparison is None else outcome.comparison.summary()
-    return {"summary": summary, "prompts": list(rows_by_prompt.values()), "manifest": manifest}
+    return {
+        "summary": summary,
+        "verdict": None if outcome.comparison is None else asdict(outcome.comparison.verdict),
+        "outputs": _agreement(outcome, loaded.decoder, config),
+        "prompts": list(rows_by_prompt.values()),
+        "manifest": manifest,
+    }
+
+
+def _agreement(
+    outcome: Outcome, decoder: SpeculativeDecoder, config: DecodingConfig
+) -> dict[str, str] | None:
+    """Whether both outputs agree, as plain values; None unless both are complete."""
+    # Imported here because torch takes a second.
+    from lightning_specdec.audit.agreement import compare_outputs
+
+    has_both = len(outcome.results) == 2
+    is_complete = outcome.comparison is not None or not outcome.interrupted
+    if not has_both or not is_complete:
+        return None
+    standard = outcome.results["standard"]
+    speculative = outcome.results["speculative"]
+    return asdict(compare_outputs(decoder, standard, speculative, config))
 
 
 def _answer(outcome: Outcome, decoder: SpeculativeDecoder, config: DecodingConfig) -> str:
     """The first line: what speculation saves, and whether the outputs agree."""
-    # Imported here because torch takes a second.
-    from lightning_specdec.audit.agreement import compare_outputs
-
     parts = []
     if outcome.comparison is not None:
         parts.append(describe_speed(outcome.comparison))
-    has_both = len(outcome.results) == 2
-    is_complete = outcome.comparison is not None or not outcome.interrupted
-    if has_both and is_complete:
-        standard = outcome.results["standard"]
-        speculative = outcome.results["speculative"]
-        parts.append(compare_outputs(decoder, standard, speculative, config).text)
+    agreement = _agreement(outcome, decoder, config)
+    if agreement is not None:
+        parts.append(agreement["text"])
     return ", ".join(parts) or "decoded"
 
 
