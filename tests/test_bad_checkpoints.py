@@ -153,7 +153,7 @@ def test_a_small_checkpoint_that_would_fill_any_memory_is_refused_before_it_is_c
     ckpt: str, place: str, large: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        archive, "_MOST_CHARACTERS", archive._MOST_CHARACTERS // 16
+        archive, "_MAX_PLAIN_CHARACTERS", archive._MAX_PLAIN_CHARACTERS // 16
     )  # the walk up to it takes seconds
     content, value = torch.load(ckpt, weights_only=True), LARGE[large]()
     if place == "loops":

@@ -1,4 +1,4 @@
-"""Drafts for other engines and from other programs: the same tokens and logits on both sides, or nothing at all."""
+"""Drafts for other engines and from other programs: both sides compute the same, or it fails."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import tiny_models
 import torch
 from cli_fixtures import here, refused, succeed
 from families import tiny
+from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
 from tiny_block import block
 from tiny_distillation import begun, check_that_it_learns
@@ -38,6 +39,7 @@ from lightning_specdec.drafters import (
 from lightning_specdec.models import RNN
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
+from lightning_specdec.models.safetensors_file import Origin
 from lightning_specdec.training import EagleTraining, MultiTokenTraining
 from lightning_specdec.training.eagle import rollouts
 
@@ -102,7 +104,7 @@ def change(directory: Path, config: dict[str, Any] | None = None, **tensors: Any
 
 
 def same(first: Drafter, second: Drafter) -> bool:
-    """Whether two heads have the same weights and draft the same tokens, all of which the target would have written."""
+    """Whether two heads draft the same tokens, with the target's output."""
     runs = [
         speculative_decode(TARGET, drafter, PROMPTS, max_new_tokens=12, num_draft_tokens=3)
         for drafter in (first, second)
@@ -347,6 +349,67 @@ def test_a_head_says_whose_it_is_and_how_many_tokens_to_draft(tmp_path: Path) ->
         )
 
 
+CARDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "in quotes": ('license: "apache-2.0"', {"license": "apache-2.0"}),
+    "plain, after a byte-order mark": ("license: mit", {"license": "mit"}),
+    "a license with a name": (
+        "license: other\nlicense_name: llama3 # Meta's\nlicense_link: LICENSE",
+        {
+            "license": "other",
+            "license_name": "llama3",
+            "license_link": "https://huggingface.co/owner/name/blob/main/LICENSE",
+        },
+    ),
+    "a link elsewhere": (
+        "license: other\nlicense_link: 'https://example.org/license'",
+        {"license": "other", "license_link": "https://example.org/license"},
+    ),
+    "none": ("language: en", {}),
+    "no text": ("license: no", {}),
+    "not YAML": ("license: [", {}),
+    "an attack": (
+        "a: &a [x, x, x, x, x, x, x, x]\n"
+        + "".join(
+            f"{new}: &{new} [{', '.join([f'*{old}'] * 8)}]\n"
+            for old, new in zip("abcdefg", "bcdefgh", strict=True)
+        )
+        + "license: mit",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_card_names_the_target_and_its_license(name: str, tmp_path: Path) -> None:
+    metadata, license_fields = CARDS[name]
+    path = tiny_models.write_text_model(tmp_path / "target", num_hidden_layers=5)
+    mark = "\ufeff" if "mark" in name else ""
+    card = f"{mark}---\ntags:\n- text\n{metadata}\n---\n# A model, \xe9\n"
+    (tmp_path / "target" / "README.md").write_bytes(card.encode("utf-8") + b"\xff")
+    target = load_model(path)
+    target.origin = Origin("owner/name", tmp_path / "target")
+
+    drafter = eagle(target, layers=[0, 2, 3])
+    exported = engines.export(tmp_path / "out", drafter, target, "vllm")
+    assert metadata_load(exported.directory / "README.md") == {
+        "base_model": "owner/name",
+        "library_name": "lightning_specdec",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "eagle3", "vllm"],
+        **license_fields,
+    }
+    text = (exported.directory / "README.md").read_text()
+    license_text = ", ".join(license_fields.values()) or "not stated by the target"
+    assert f"- License: {license_text}" in text
+
+
+def test_a_local_target_has_no_base_model_on_the_hub(tmp_path: Path) -> None:
+    path = tiny_models.write_text_model(tmp_path / "target", num_hidden_layers=5)
+    target = load_model(path)
+    engines.export(tmp_path / "out", eagle(target, layers=[0, 2, 3]), target, "vllm")
+    assert "base_model" not in metadata_load(tmp_path / "out" / "README.md")
+
+
 def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> bytes:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -469,7 +532,7 @@ def test_names_of_specforge_and_the_defaults_of_engines_are_read(
 
 
 def foreign(name: str) -> tuple[Path, HuggingFaceLM]:
-    """A head that benchmarks/foreign_heads.py made with another program's own code, and a target for it."""
+    """Return a head that another program made (benchmarks/foreign_heads.py), and its target."""
     directory = Path(__file__).parent / "data" / "heads" / name
     model = tiny("llama", vocab_size=23, num_hidden_layers=5, sharpness=14.0)
     model.get_input_embeddings().weight.data = load_file(directory / "model.safetensors")[
@@ -550,7 +613,7 @@ def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: N
         "second",
     )
     assert "vllm serve target --spec" in done.out and '"num_speculative_tokens": 5' in done.out
-    assert "license" not in Path("second/README.md").read_text()
+    assert "license" not in metadata_load("second/README.md")
     assert (
         "not run in sglang"
         in succeed("export", *models, "--format", "sglang", "--output", "third").out
