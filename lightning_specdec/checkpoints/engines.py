@@ -59,8 +59,6 @@ from lightning_specdec.rules import Sampling
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-    LogitsPair = tuple[Float[Tensor, "N V"], Float[Tensor, "N V"]]
-    """Logits computed by this package, and those computed from the exported directory."""
 
 _RAN_IN_ENGINE: dict[str, tuple[type[Drafter], ...]] = {
     "vllm": (EagleDrafter, MultiTokenDrafter, ModelDrafter),
@@ -196,7 +194,7 @@ def _random_texts(target: HuggingFaceLM) -> list[list[int]]:
     return texts
 
 
-def _check_difference(pairs: Sequence[LogitsPair]) -> float:
+def _check_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """Return the largest difference between the logits of both sides; ValueError if too large."""
     difference = max(_relative_difference(ours, theirs) for ours, theirs in pairs)
     # Written so that NaN fails too.
@@ -209,7 +207,7 @@ def _check_difference(pairs: Sequence[LogitsPair]) -> float:
     return difference
 
 
-def _relative_difference(ours: Float[Tensor, "N V"], theirs: Float[Tensor, "N V"]) -> float:
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest difference, relative to the largest logit.
 
     It is infinite if one side scores tokens that the other does not.
@@ -350,7 +348,7 @@ class _Export(ABC):
         """Write the config and the weights."""
 
     @abstractmethod
-    def compare(self, folder: Path, texts: list[list[int]]) -> list[LogitsPair]:
+    def compare(self, folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
         """Return logits for each text, computed by this package and from the written files."""
 
 
@@ -364,7 +362,7 @@ class _FeatureExport(_Export):
         return deepcopy(self.drafter).float()
 
     @torch.inference_mode()
-    def compare(self, folder: Path, texts: list[list[int]]) -> list[LogitsPair]:
+    def compare(self, folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
         drafter = self.float32_drafter()
         target = self.target.in_float32()
         reference = self.reference(folder)
@@ -458,7 +456,7 @@ class _MedusaExport(_Export):
         _write_draft(folder, config, tensors)
 
     @torch.inference_mode()
-    def compare(self, folder: Path, texts: list[list[int]]) -> list[LogitsPair]:
+    def compare(self, folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
         drafter = deepcopy(self.drafter).float()
         target = self.target.in_float32()
         layer = drafter.features(target)[0]
@@ -503,7 +501,7 @@ class _ModelExport(_Export):
             self.tokenizer.save_pretrained(folder)
 
     @torch.inference_mode()
-    def compare(self, folder: Path, texts: list[list[int]]) -> list[LogitsPair]:
+    def compare(self, folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
         from transformers import AutoModelForCausalLM
 
         with quiet():
