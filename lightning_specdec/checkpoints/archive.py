@@ -76,6 +76,7 @@ def write_document(
     path: str | os.PathLike[str], document: dict[str, Any], weights: Mapping[str, Tensor]
 ) -> None:
     """Write a document and weights as safetensors; raises the errors of `write`."""
+    # Serialized before the file is opened: errors of single weights leave no file.
     content = safetensors.save(dict(weights), {KEY: json.dumps(document)})
     with replaced(Path(path)) as file:
         file.write(content)
@@ -198,6 +199,7 @@ def _read_archive(path: Path) -> Any:
         is_compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         if is_compressed or archive.testzip() is not None:
             raise ValueError("its parts are compressed or have wrong checksums")
+    # weights_only refuses everything but tensors and plain values before it is built.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 

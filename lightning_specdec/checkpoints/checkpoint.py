@@ -169,6 +169,7 @@ def save(
     for name, drafter in other_drafters:
         weights.update(_weights_to_store(drafter, f"{_OTHERS}{name}."))
 
+    # Whoever loads the file computes in the dtype that the weights have now.
     if dtype is not None and weights:
         first_weight = next(iter(weights.values()))
         document["computes_in"] = str(first_weight.dtype).removeprefix("torch.")
@@ -263,6 +264,7 @@ def _build_pair(
     check_parts([document.get("target"), document.get("drafter"), other_descriptions])
     _check_owners(content["state_dict"], reference is None, other_descriptions)
 
+    # Everything above is cheap; building networks begins here.
     weights = _dequantized(content["state_dict"], document.get("computes_in"))
     build_part = partial(_build_part, weights=weights, trusted=trusted)
     stored_target: LanguageModel | None = None
@@ -369,6 +371,7 @@ def _check_owners(
 
 def _plain(recipe: object) -> dict[str, Any]:
     """Return a copy of a recipe if it is a dictionary of plain values; ValueError otherwise."""
+    # JSON has exactly the plain values.
     try:
         copied = json.loads(json.dumps(recipe))
     except (TypeError, ValueError, RecursionError):
@@ -408,6 +411,7 @@ def _stored_as(weights: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     stored: dict[str, Tensor] = {}
     for name, value in weights.items():
         if dtype == "int8" and value.dim() > 1:
+            # One scale for each row keeps rows of small values precise.
             rows = value.float().flatten(1)
             scales = rows.abs().amax(1).clamp_min(_SMALLEST_SCALE) / _INT8_LIMIT
             quantized = (rows / scales[:, None]).round().to(torch.int8)

@@ -378,6 +378,7 @@ def read_head(directory: Path, target: LanguageModel) -> tuple[Drafter, dict[str
         note = {}
         if (directory / ORIGIN).is_file():
             note = _read_config(directory, ORIGIN)
+        # Directories of other programs do not say which weights the head was trained for.
         if "target" in note:
             TargetReference.from_document(note).check(target, "it")
 
@@ -460,6 +461,7 @@ def _eagle(
     layer = _layer_sizes(merged)
     feature_layers = _feature_layers(config, target)
 
+    # t2d follows from d2t. The embeddings are the target's, which `_check_embeddings` verifies.
     offsets = weights.pop("d2t", None)
     weights.pop("t2d", None)
     embeddings = weights.pop("embed_tokens.weight", None)
@@ -622,6 +624,7 @@ def _joined(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name = names.get(engine_name, engine_name.replace("fc_norm.", "layer_norms."))
         tensors[name] = value
 
+    # A network computes in one dtype; files may mix them, such as norms in float32.
     dtypes = {value.dtype for value in tensors.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return {f"network.{name}.weight": value.to(dtype) for name, value in tensors.items()}

@@ -134,6 +134,7 @@ def export(
     _check_arguments(target, engine, dtype)
     drafter.check_target(target)
 
+    # A copy, so that the caller's draft keeps its dtype.
     stored_drafter = deepcopy(drafter).eval()
     if dtype is not None:
         for weight in stored_drafter.parameters():
@@ -159,6 +160,7 @@ def export(
             card = _model_card(exported, draft_export, recipe)
             (folder / "README.md").write_text(card, encoding="utf-8")
     except SafetensorError as error:
+        # safetensors raises its own error when a disk is full.
         raise OSError(f"{output} cannot be written: {error}") from error
     return exported
 
@@ -212,6 +214,7 @@ def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
 
     It is infinite if one side scores tokens that the other does not.
     """
+    # Tokens outside a reduced draft vocabulary have -inf on both sides.
     is_finite = theirs.isfinite()
     if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), is_finite):
         return float("inf")
@@ -597,6 +600,7 @@ def _model_card(exported: Exported, draft_export: _Export, recipe: Mapping[str, 
         license_text = (
             "not stated by the target: state one that the licenses of target and text allow"
         )
+    # Corpora are named by their files, generated data by the name of their data module.
     training_data = recipe.get("data_arguments", {}).get("paths") or recipe.get("data")
 
     lines = [

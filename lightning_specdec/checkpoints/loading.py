@@ -72,6 +72,7 @@ def load_pair(
     if source.pair is None:
         return _load_pretrained(source, target, pack)
 
+    # A named pair fills in the models and settings that the source leaves open.
     pair = get_pair(source.pair)
     loaded = _load_pretrained(pair.complete(source), target, pack)
     if loaded.num_draft_tokens is None:
@@ -87,6 +88,7 @@ def find_device(name: str) -> torch.device:
     """
     try:
         device = torch.device(name)
+        # The first use of a device fails where its driver or build of torch is missing.
         torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(
@@ -142,6 +144,7 @@ def _load_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
     if type(loaded.drafter) not in (NGramWithFallback, type(stored_drafter)):
         # The recommendation is for the stored drafter.
         loaded.num_draft_tokens = None
+    # Replaces the cached property, which would load the target again.
     loaded.target = target
     return loaded
 
@@ -164,6 +167,7 @@ def _load_pretrained(source: PairSource, target: Any, pack: bool) -> LoadedPair:
     draft: Any = wrapped(source.draft)
     draft_request = _draft_request(source, draft)
 
+    # Target and draft are loaded together, because their sum must fit the memory.
     requests: list[_ModelRequest] = []
     if isinstance(target, str):
         requests.append(_ModelRequest(target, source.dtype, source.quantization, source.revision))
@@ -349,6 +353,7 @@ def _choose_drafter(
         return drafter_class.for_target(target, draft, **choice.settings)
 
     if type(draft) is not drafter_class:
+        # A checkpoint's default draft may be replaced, a draft that the user named may not.
         if is_named:
             raise ValueError(
                 f"the draft is a {type(draft).__name__} already: drop --drafter {choice.name}"

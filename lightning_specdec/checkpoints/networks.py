@@ -119,6 +119,7 @@ def _built_argument(value: Any, trusted: str | None) -> Any:
 
 def _find_class(name: object, kinds: tuple[Kinds, ...], trusted: str | None) -> type[Any]:
     """Return the class of that name; an import path only if the user has given the same one."""
+    # The name may be any value of a stranger's file, and appears in errors.
     name = short(str(name), 200)
     for registry in kinds:
         if name in registry:
@@ -196,12 +197,15 @@ def with_weights(make: Callable[[], nn.Module], owner: str, weights: Mapping[str
             f"the weights of the {owner} are of {dtypes}: expected one of {', '.join(FLOATS)}"
         )
 
+    # Tied weights are stored once, so a network may have more parameters than the file has weights.
+    max_parameters = 2 * len(weights) + 100
     # On the meta device first, so that buffers take memory only if all names and shapes fit.
     for device in ("meta", "cpu"):
-        with torch.device(device), _without_weights(2 * len(weights) + 100):
+        with torch.device(device), _without_weights(max_parameters):
             module = make()
         tied_names = _tied_names(module)
         all_weights = _with_tied_weights(weights, tied_names)
+        # Assigning uses the file's mapped memory and needs no second copy.
         module.load_state_dict(all_weights, strict=True, assign=True)
         if sum(buffer.nbytes for buffer in module.buffers()) > _MAX_BUFFER_BYTES:
             raise ValueError(
