@@ -1,4 +1,4 @@
-"""Laws of exported pairs and draft files: what is written drafts the same again, for its own target alone."""
+"""Laws of exported pairs and draft files: a draft is read as written, only for its target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import write, write_text_model
 
 from lightning_specdec import SpeculativeDecoder, checkpoints
@@ -25,8 +25,8 @@ from lightning_specdec.drafters import (
     Drafter,
     EagleDrafter,
     EarlyExitDrafter,
+    MedusaDrafter,
     ModelDrafter,
-    MultiTokenDrafter,
     NGramDrafter,
     NGramWithFallback,
 )
@@ -42,29 +42,41 @@ def sizes(target: HuggingFaceLM) -> dict[str, Any]:
 
 
 def eagle(target: HuggingFaceLM, tokens: list[int]) -> EagleDrafter:
-    shape: dict[str, Any] = {
-        "num_heads": 2,
-        "num_key_heads": 2,
-        "intermediate_size": 8,
+    return EagleDrafter(
+        feature_layers=[0, 2],
+        draft_vocabulary=tokens,
+        num_heads=2,
+        num_key_heads=2,
+        intermediate_size=8,
         **sizes(target),
-    }
-    return EagleDrafter(feature_layers=[0, 2], draft_vocabulary=tokens, **shape)
+    )
+
+
+def medusa(target: HuggingFaceLM) -> MedusaDrafter:
+    return MedusaDrafter(num_heads=2, **sizes(target)).init_from(target)
+
+
+def exit_with_head(target: HuggingFaceLM) -> EarlyExitDrafter:
+    return EarlyExitDrafter(exit_layer=1, head_layers=[1], **sizes(target))
+
+
+def draft_model(target: HuggingFaceLM) -> ModelDrafter:
+    """Return a draft model whose embeddings are its output matrix too."""
+    target_config = target.arguments()["model"]
+    config = {**target_config, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    return ModelDrafter(HuggingFaceLM(config))
+
+
+def lookup_first(target: HuggingFaceLM) -> NGramWithFallback:
+    return NGramWithFallback(NGramDrafter(min_ngram=2), medusa(target))
 
 
 KINDS: dict[str, Callable[[HuggingFaceLM], Drafter]] = {
-    "heads": lambda target: MultiTokenDrafter(num_heads=2, **sizes(target)).init_from(target),
-    "exit with a head": lambda target: EarlyExitDrafter(
-        exit_layer=1, head_layers=[1], **sizes(target)
-    ),
+    "heads": medusa,
+    "exit with a head": exit_with_head,
     "exit without weights": lambda target: EarlyExitDrafter(exit_layer=1),
-    "model": lambda target: ModelDrafter(
-        HuggingFaceLM(
-            {**target.arguments()["model"], "num_hidden_layers": 1, "tie_word_embeddings": True}
-        )
-    ),
-    "lookup first": lambda target: NGramWithFallback(
-        NGramDrafter(min_ngram=2), KINDS["heads"](target)
-    ),
+    "model": draft_model,
+    "lookup first": lookup_first,
     "some tokens": lambda target: eagle(target, [0, 1, 5, 7]),
 }
 
@@ -96,72 +108,95 @@ def _there(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def header(path: str | Path) -> tuple[dict[str, Any], bytes]:
+    """Return a safetensors file's header, and the bytes of its weights."""
     content = Path(path).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
-def altered(
-    path: Path, change: Callable[[dict[str, Any]], object], source: str = "draft.safetensors"
-) -> Path:
-    """A copy of a file with another document."""
-    head, rest = header(source)
-    document = json.loads(head["__metadata__"][KEY])
-    change(document)
-    head["__metadata__"][KEY] = json.dumps(document)
-    text = json.dumps(head).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + rest)
-    return path
+def altered(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Return a function that writes a copy of the draft file with another document."""
+
+    def write_copy(path: Path) -> None:
+        values, weights = header("draft.safetensors")
+        document = json.loads(values["__metadata__"][KEY])
+        change(document)
+        values["__metadata__"][KEY] = json.dumps(document)
+        text = json.dumps(values).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + weights)
+
+    return write_copy
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_drafts_the_same_when_it_is_read_again(kind: str, tmp_path: Path) -> None:
     target = load_model("target")
-    drafter, path = KINDS[kind](target).eval(), tmp_path / "new" / "draft.safetensors"
+    drafter = KINDS[kind](target).eval()
+    path = tmp_path / "new" / "draft.safetensors"
     checkpoints.save(path, TargetReference.of(target), drafter, recipe=RECIPE)
+
     loaded = checkpoints.load(path, target=target)
-    again = loaded.drafter
-    assert loaded.recipe == RECIPE and spec(again) == spec(drafter) and loaded.target is target
-    torch.testing.assert_close(dict(again.state_dict()), dict(drafter.state_dict()), rtol=0, atol=0)
-    one, other = (
-        SpeculativeDecoder(target, each).decode([[5, 6, 7]], max_new_tokens=9)
-        for each in (drafter, again)
-    )
-    assert one.rows[0].tokens == other.rows[0].tokens and one.rows[0].rounds == other.rows[0].rounds
+    assert loaded.recipe == RECIPE
+    assert loaded.target is target
+    assert spec(loaded.drafter) == spec(drafter)
+    weights = dict(drafter.state_dict())
+    torch.testing.assert_close(dict(loaded.drafter.state_dict()), weights, rtol=0, atol=0)
+
+    expected = SpeculativeDecoder(target, drafter).decode([[5, 6, 7]], max_new_tokens=9)
+    result = SpeculativeDecoder(target, loaded.drafter).decode([[5, 6, 7]], max_new_tokens=9)
+    assert result.rows[0].tokens == expected.rows[0].tokens
+    assert result.rows[0].rounds == expected.rows[0].rounds
 
 
 def test_the_file_is_safetensors_with_one_document_and_nothing_of_the_target() -> None:
-    head, _ = header("draft.safetensors")
-    assert head["__metadata__"].keys() == {KEY} and set(
-        load_file("draft.safetensors")
-    ) == head.keys() - {"__metadata__"}
-    assert {name.split(".")[0] for name in load_file("draft.safetensors")} == {"drafter"}
-    document = json.loads(head["__metadata__"][KEY])
-    assert document["target"]["sha256"] == load_model("target").origin.sha256  # type: ignore[union-attr]
-    assert checkpoints.is_exported("draft.safetensors") and not checkpoints.is_exported(
-        SHIPPED / "README.md"
-    )
+    values, _ = header("draft.safetensors")
+    metadata = values.pop("__metadata__")
+    assert metadata.keys() == {KEY}
+    assert set(load_file("draft.safetensors")) == values.keys()
+    assert {name.split(".")[0] for name in values} == {"drafter"}
+
+    origin = load_model("target").origin
+    assert origin is not None
+    assert json.loads(metadata[KEY])["target"]["sha256"] == origin.sha256
+    assert checkpoints.is_exported("draft.safetensors")
+    assert not checkpoints.is_exported(SHIPPED / "README.md")
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("float16", 0.6), ("bfloat16", 0.6), ("int8", 0.45)])
-def test_smaller_types_keep_what_is_computed_in(dtype: str, most: float, tmp_path: Path) -> None:
-    whole, path = checkpoints.load("pair.safetensors"), tmp_path / "small.safetensors"
-    checkpoints.save(path, whole.target, whole.drafts, prompts=whole.prompts, dtype=dtype)
-    again = checkpoints.load(path)
-    assert path.stat().st_size < most * Path("pair.safetensors").stat().st_size
-    for old, new in ((whole.target, again.target), (whole.drafter, again.drafter)):
-        for (name, one), other in zip(
-            old.state_dict().items(), new.state_dict().values(), strict=True
-        ):
-            assert one.dtype == other.dtype == torch.float32, name
-            rows = one.flatten(1) if one.dim() > 1 else one[None]
-            limit = rows.abs().amax(1) / (254 if dtype == "int8" and one.dim() > 1 else 100)
-            assert ((rows - other.view(rows.shape)).abs() <= limit[:, None] + 1e-6).all(), name
+def check_rounded_weights(
+    weights: dict[str, torch.Tensor], rounded_weights: dict[str, torch.Tensor], dtype: str
+) -> None:
+    """Check that weights differ by no more than storing them in a dtype explains."""
+    assert weights.keys() == rounded_weights.keys()
+    for name, weight in weights.items():
+        rounded = rounded_weights[name]
+        assert weight.dtype == rounded.dtype == torch.float32, name
+
+        # A step of int8 is 1 / 127 of a row's largest value, and rounding errs by half a step.
+        is_matrix = weight.dim() > 1
+        rows = weight.flatten(1) if is_matrix else weight[None]
+        divisor = 254 if dtype == "int8" and is_matrix else 100
+        limits = rows.abs().amax(1) / divisor
+        errors = (rows - rounded.view(rows.shape)).abs()
+        assert (errors <= limits[:, None] + 1e-6).all(), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "max_size"), [("float16", 0.6), ("bfloat16", 0.6), ("int8", 0.45)]
+)
+def test_smaller_types_keep_what_is_computed_in(
+    dtype: str, max_size: float, tmp_path: Path
+) -> None:
+    pair = checkpoints.load("pair.safetensors")
+    path = tmp_path / "small.safetensors"
+    checkpoints.save(path, pair.target, pair.drafts, prompts=pair.prompts, dtype=dtype)
+    assert path.stat().st_size < max_size * Path("pair.safetensors").stat().st_size
+
+    small_pair = checkpoints.load(path)
+    check_rounded_weights(pair.target.state_dict(), small_pair.target.state_dict(), dtype)
+    check_rounded_weights(pair.drafter.state_dict(), small_pair.drafter.state_dict(), dtype)
     decoder = SpeculativeDecoder.from_checkpoint(path)
-    assert (
-        decoder.decode([[5, 6]], max_new_tokens=6).tokens
-        == decoder.decode_standard([[5, 6]], max_new_tokens=6).tokens
-    )
+    expected = decoder.decode_standard([[5, 6]], max_new_tokens=6)
+    assert decoder.decode([[5, 6]], max_new_tokens=6).tokens == expected.tokens
 
 
 def test_weights_that_are_too_large_for_a_type_are_refused(tmp_path: Path) -> None:
@@ -175,15 +210,18 @@ def test_weights_that_are_too_large_for_a_type_are_refused(tmp_path: Path) -> No
 
 def test_older_files_are_read(tmp_path: Path) -> None:
     """An exported torch archive gives what the file that it is converted to gives."""
-    former = checkpoints.load(Path(__file__).parent / "data" / "rnn_format_1.ckpt")
-    checkpoints.save(
-        tmp_path / "now.safetensors", former.target, former.drafts, prompts=former.prompts
-    )
-    now = checkpoints.load(tmp_path / "now.safetensors")
-    assert former.prompts == now.prompts and spec(former.target) == spec(now.target)
-    for weight, other in zip(former.target.parameters(), now.target.parameters(), strict=True):
-        assert torch.equal(weight, other)
-    assert isinstance(checkpoints.load(SHIPPED / "smollm2_eagle.safetensors").drafter, EagleDrafter)
+    old_pair = checkpoints.load(Path(__file__).parent / "data" / "rnn_format_1.ckpt")
+    path = tmp_path / "new.safetensors"
+    checkpoints.save(path, old_pair.target, old_pair.drafts, prompts=old_pair.prompts)
+    new_pair = checkpoints.load(path)
+    assert new_pair.prompts == old_pair.prompts
+    assert spec(new_pair.target) == spec(old_pair.target)
+    old_weights = old_pair.target.parameters()
+    for old_weight, new_weight in zip(old_weights, new_pair.target.parameters(), strict=True):
+        assert torch.equal(old_weight, new_weight)
+
+    shipped = checkpoints.load(SHIPPED / "smollm2_eagle.safetensors")
+    assert isinstance(shipped.drafter, EagleDrafter)
 
 
 def test_a_draft_computes_as_its_target_unless_told() -> None:
@@ -192,12 +230,11 @@ def test_a_draft_computes_as_its_target_unless_told() -> None:
             "target", "draft.safetensors", dtype="bfloat16", **options
         )
         assert {weight.dtype for weight in decoder.drafter.parameters()} == {dtype}
-    named = SpeculativeDecoder.from_checkpoint("draft.safetensors")
-    assert named.num_draft_tokens == decoder.num_draft_tokens == 2 and named.recipe == RECIPE
-    assert (
-        SpeculativeDecoder.from_checkpoint("draft.safetensors", num_draft_tokens=5).num_draft_tokens
-        == 5
-    )
+    from_file = SpeculativeDecoder.from_checkpoint("draft.safetensors")
+    assert from_file.num_draft_tokens == decoder.num_draft_tokens == 2
+    assert from_file.recipe == RECIPE
+    from_file = SpeculativeDecoder.from_checkpoint("draft.safetensors", num_draft_tokens=5)
+    assert from_file.num_draft_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -223,7 +260,8 @@ def test_the_drafter_follows_from_what_is_named(
     names: dict[str, Any], kind: str, window: int | None
 ) -> None:
     loaded = checkpoints.load_pair(PairSource(**names))
-    assert type(loaded.drafter).__name__ == kind and loaded.num_draft_tokens == window
+    assert type(loaded.drafter).__name__ == kind
+    assert loaded.num_draft_tokens == window
     if isinstance(loaded.drafter, NGramWithFallback):
         assert loaded.drafter.lookup.settings.min_ngram == 2
 
@@ -234,16 +272,15 @@ def test_an_early_exit_keeps_its_trained_heads_at_another_layer(tmp_path: Path) 
         path, target, EarlyExitDrafter(exit_layer=1, head_layers=[1, 2], **sizes(target))
     )
     choice = {"class_path": "EarlyExitDrafter", "init_args": {"exit_layer": 2}}
-    found = checkpoints.load_pair(PairSource(ckpt=str(path), drafter=choice)).drafter
-    assert (
-        isinstance(found, EarlyExitDrafter)
-        and found.settings.exit_layer == 2
-        and set(found.heads) == {"1", "2"}
-    )
+    drafter = checkpoints.load_pair(PairSource(ckpt=str(path), drafter=choice)).drafter
+    assert isinstance(drafter, EarlyExitDrafter)
+    assert drafter.settings.exit_layer == 2
+    assert set(drafter.heads) == {"1", "2"}
 
 
 def test_a_drafter_of_a_users_own_is_imported_only_where_the_user_names_it(tmp_path: Path) -> None:
-    path, name = tmp_path / "own.safetensors", f"{Oracle.__module__}.Oracle"
+    path = tmp_path / "own.safetensors"
+    name = f"{Oracle.__module__}.Oracle"
     target = cases.MODELS["rnn"](0)
     checkpoints.save(path, target, Oracle(target))
     assert read(path)[KEY]["drafter"]["class"] == name
@@ -263,11 +300,9 @@ def test_a_draft_of_another_target_is_refused(tmp_path: Path) -> None:
     ):
         checkpoints.load_pair(PairSource(target="other", draft="draft.safetensors"))
     target = load_model("target")
-    loose = HuggingFaceLM(
-        load_model("target").model, tokenizer=target.tokenizer
-    )  # its weights have no files
+    without_files = HuggingFaceLM(load_model("target").model, tokenizer=target.tokenizer)
     path = tmp_path / "loose.safetensors"
-    checkpoints.save(path, TargetReference.of(loose), KINDS["heads"](target))
+    checkpoints.save(path, TargetReference.of(without_files), KINDS["heads"](target))
     assert checkpoints.load(path, target=target).target is target
     with pytest.raises(ValueError, match="has another vocab_size"):
         assert checkpoints.load(path, target=load_model("narrow")).target
@@ -282,87 +317,87 @@ def test_a_draft_of_another_target_is_refused(tmp_path: Path) -> None:
         checkpoints.load("pair.safetensors", target="other")
 
 
+def tear(path: Path) -> None:
+    path.write_bytes(Path("draft.safetensors").read_bytes()[:-100])
+
+
+def copy_target(path: Path) -> None:
+    path.write_bytes(Path("target/model.safetensors").read_bytes())
+
+
+def with_entries(**values: Any) -> Callable[[Path], object]:
+    return altered(lambda document: document.update(values))
+
+
+def with_argument(**values: Any) -> Callable[[Path], object]:
+    return altered(lambda document: document["drafter"]["arguments"].update(values))
+
+
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "torn": (
-        lambda path: path.write_bytes(Path("draft.safetensors").read_bytes()[:-100]),
-        "truncated or damaged",
-    ),
-    "other weights": (
-        lambda path: path.write_bytes(Path("target/model.safetensors").read_bytes()),
-        "no checkpoint",
-    ),
-    "a later format": (lambda path: altered(path, lambda it: it.update(format=3)), "has format 3"),
-    "shared heads": (
-        lambda path: altered(
-            path, lambda it: it["drafter"]["arguments"].update(shared_output=True)
-        ),
-        "train them again",
-    ),
-    "no prompts": (lambda path: altered(path, lambda it: it.pop("prompts")), "it has no 'prompts'"),
-    "no target": (
-        lambda path: altered(path, lambda it: it.update(target=None)),
-        "expected a class",
-    ),
+    "torn": (tear, "truncated or damaged"),
+    "other weights": (copy_target, "no checkpoint"),
+    "a later format": (with_entries(format=3), "has format 3"),
+    "shared heads": (with_argument(shared_output=True), "train them again"),
+    "no prompts": (altered(lambda document: document.pop("prompts")), "it has no 'prompts'"),
+    "no target": (with_entries(target=None), "expected a class"),
     "no digest": (
-        lambda path: altered(path, lambda it: it["target"].update(sha256=5)),
+        altered(lambda document: document["target"].update(sha256=5)),
         "its target.sha256 must be",
     ),
-    "an absurd size": (
-        lambda path: altered(path, lambda it: it["drafter"]["arguments"].update(num_heads=64)),
-        "more",
-    ),
+    "an absurd size": (with_argument(num_heads=64), "more"),
     "no window": (
-        lambda path: altered(path, lambda it: it["recipe"].update(num_draft_tokens=0)),
+        altered(lambda document: document["recipe"].update(num_draft_tokens=0)),
         "from 1",
     ),
-    "a type that is none": (
-        lambda path: altered(path, lambda it: it.update(computes_in="int3")),
-        "must be one of",
-    ),
+    "a type that is none": (with_entries(computes_in="int3"), "must be one of"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_that_does_not_hold_together_is_one_line(name: str, tmp_path: Path) -> None:
+    write_bad_file, message = REFUSED[name]
     path = tmp_path / "bad.safetensors"
-    REFUSED[name][0](path)
-    with pytest.raises(ValueError, match=REFUSED[name][1]) as raised:
+    write_bad_file(path)
+    with pytest.raises(ValueError, match=message) as error:
         checkpoints.load(path)
-    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_int8_scales_must_fit_their_matrices(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
+    draft = checkpoints.load("draft.safetensors")
+    path = tmp_path / "small.safetensors"
+    assert draft.reference is not None
+    checkpoints.save(path, draft.reference, draft.drafts, dtype="int8")
+    weights = load_file(path)
+    metadata = header(path)[0]["__metadata__"]
+    name = next(name for name in weights if name.endswith(".int8_scale"))
+    scales = weights.pop(name)
 
-    whole, path = checkpoints.load("draft.safetensors"), tmp_path / "small.safetensors"
-    assert whole.reference is not None
-    checkpoints.save(path, whole.reference, whole.drafts, dtype="int8")
-    weights, metadata = load_file(path), header(path)[0]["__metadata__"]
-    name = next(each for each in weights if each.endswith(".int8_scale"))
-    for scale, told in (
-        (weights[name][:1], "invalid"),
-        (weights[name] / 0, "not finite"),
-        (None, "invalid"),
+    for bad_weights, message in (
+        ({**weights, name: scales[:1]}, "invalid"),
+        ({**weights, name: scales / 0}, "not finite"),
+        (weights, "invalid"),
     ):
-        bad = {key: value for key, value in weights.items() if key != name} | (
-            {} if scale is None else {name: scale}
-        )
-        save_file(bad, path, metadata)
-        with pytest.raises(ValueError, match=told):
+        save_file(bad_weights, path, metadata)
+        with pytest.raises(ValueError, match=message):
             checkpoints.load(path)
 
 
 def test_a_weight_of_two_names_has_one_value(tmp_path: Path) -> None:
-    target, path = load_model("target"), tmp_path / "pair.ckpt"
-    drafter = KINDS["model"](target)
-    content: dict[str, Any] = {KEY: describe(TargetReference.of(target), drafter)}
-    weights = content["state_dict"] = {
-        f"drafter.{name}": value for name, value in drafter.state_dict().items()
+    target = load_model("target")
+    path = tmp_path / "pair.ckpt"
+    drafter = draft_model(target)
+    weights = {f"drafter.{name}": value for name, value in drafter.state_dict().items()}
+    content: dict[str, Any] = {
+        KEY: describe(TargetReference.of(target), drafter),
+        "state_dict": weights,
     }
     torch.save(content, path)
     checkpoints.load(path)
-    (head,) = (name for name in weights if name.endswith("lm_head.weight"))
-    weights[head] = weights[head] + 1
+
+    (output_name,) = (name for name in weights if name.endswith("lm_head.weight"))
+    weights[output_name] = weights[output_name] + 1
     torch.save(content, path)
     with pytest.raises(ValueError, match="differ, and it has one weight for both"):
         checkpoints.load(path)
@@ -374,10 +409,11 @@ def test_the_shipped_recurrent_target_continues_progressions_that_it_has_not_lea
     splits = ArithmeticProgressions(seed=26).splits()
     unseen = [list(sequence) for sequence in (*splits.val, *splits.test)]
     assert len(unseen) == 15
-    found = decoder.decode_standard([sequence[:3] for sequence in unseen], max_new_tokens=7).tokens
-    num_right = sum(
-        row[i] == sequence[3 + i]
-        for row, sequence in zip(found, unseen, strict=True)
-        for i in range(7)
-    )
+    prompts = [sequence[:3] for sequence in unseen]
+    result = decoder.decode_standard(prompts, max_new_tokens=7)
+
+    num_right = 0
+    for tokens, sequence in zip(result.tokens, unseen, strict=True):
+        for token, expected_token in zip(tokens[:7], sequence[3:10], strict=True):
+            num_right += token == expected_token
     assert num_right >= 100  # of 105

@@ -1,5 +1,8 @@
-"""Laws of checkpoints that hold transformers, several drafts, and drafts inside the target: what is read is what was
-written, and whatever a file says, it runs and fetches nothing and gives one line."""
+"""Laws of checkpoints with transformers, several drafts, and drafts inside the target.
+
+What is read is what was written. Whatever a file says, it runs and fetches nothing, and an error is
+one line.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import copy
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,27 +62,27 @@ def through_a_file(
 @pytest.mark.parametrize("family", FAMILIES | MORE)
 def test_a_family_scores_alike_after_a_checkpoint(family: str) -> None:
     model = HuggingFaceLM(tiny(family))
-    again = through_a_file(model).target
-    assert torch.equal(logits(model), logits(again))
-    assert again.arguments() == model.arguments() and again.num_parameters == model.num_parameters
-    assert all(not value.is_meta for value in (*again.parameters(), *again.buffers()))
-    assert all(value.data_ptr() % 64 == 0 for value in again.parameters())
+    loaded = through_a_file(model).target
+    assert torch.equal(logits(model), logits(loaded))
+    assert loaded.arguments() == model.arguments()
+    assert loaded.num_parameters == model.num_parameters
+    assert not any(value.is_meta for value in (*loaded.parameters(), *loaded.buffers()))
+    assert all(value.data_ptr() % 64 == 0 for value in loaded.parameters())
 
 
 def test_reading_a_checkpoint_draws_no_random_numbers() -> None:
     checkpoint.save("a.ckpt", HuggingFaceLM(tiny("gpt2")), NGramDrafter())
-    before = torch.get_rng_state()
+    generator_state = torch.get_rng_state()
     checkpoint.load("a.ckpt")
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), generator_state)
 
 
 def test_no_token_of_a_new_model_is_special_unless_its_config_says_so(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     for family in ("gpt2", "phi3", "gemma3_text"):
-        config = HuggingFaceLM(
-            {"model_type": family, **FAMILIES[family], "pad_token_id": None}
-        ).model.config
+        values = {"model_type": family, **FAMILIES[family], "pad_token_id": None}
+        config = HuggingFaceLM(values).model.config
         assert config.pad_token_id is config.bos_token_id is config.eos_token_id is None
     assert llama(eos_token_id=3).model.config.eos_token_id == 3
     assert "token_id" not in capfd.readouterr().err
@@ -88,10 +91,11 @@ def test_no_token_of_a_new_model_is_special_unless_its_config_says_so(
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
 def test_a_shared_embedding_is_stored_once_and_shared_again(family: str) -> None:
     model = HuggingFaceLM(tiny(family, tie_word_embeddings=True))
-    again = through_a_file(model).target
-    assert isinstance(again, HuggingFaceLM)
-    assert again.model.get_output_embeddings().weight is again.model.get_input_embeddings().weight
-    assert torch.equal(logits(model), logits(again))
+    loaded = through_a_file(model).target
+    assert isinstance(loaded, HuggingFaceLM)
+    input_embeddings = loaded.model.get_input_embeddings()
+    assert loaded.model.get_output_embeddings().weight is input_embeddings.weight
+    assert torch.equal(logits(model), logits(loaded))
     assert Path("a.ckpt").stat().st_size < 4 * model.num_parameters + 40_000
 
 
@@ -114,19 +118,20 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD_CONFIGS)
 def test_a_config_that_makes_no_model_is_refused_in_one_line(case: str) -> None:
-    changes, told = BAD_CONFIGS[case]
-    with pytest.raises(ValueError, match=told) as caught:
+    changes, message = BAD_CONFIGS[case]
+    with pytest.raises(ValueError, match=message) as error:
         HuggingFaceLM({**LLAMA, **changes})
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A checkpoint of two transformers, read."""
+    """The content of a checkpoint of two transformers."""
     path = tmp_path_factory.mktemp("pair") / "pair.ckpt"
-    checkpoint.save(path, llama(), ModelDrafter(llama(1, num_hidden_layers=1)), prompts=[[1, 2, 3]])
-    found: dict[str, Any] = checkpoint.read(path)
-    return found
+    drafter = ModelDrafter(llama(1, num_hidden_layers=1))
+    checkpoint.save(path, llama(), drafter, prompts=[[1, 2, 3]])
+    return checkpoint.read(path)
 
 
 def test_a_description_larger_than_its_weights_costs_nothing(content: dict[str, Any]) -> None:
@@ -137,46 +142,36 @@ def test_a_description_larger_than_its_weights_costs_nothing(content: dict[str, 
         refused("info", "--ckpt", "bad.ckpt", told="bad.ckpt")
 
 
-def mutations(numbers: random.Random, description: dict[str, Any]) -> Iterator[None]:
-    """Change some values of a description, somewhere."""
-    values: list[Any] = [
-        0,
-        1,
-        -1,
-        2,
-        7,
-        10**12,
-        0.5,
-        float("nan"),
-        "",
-        "llama",
-        None,
-        [],
-        {},
-        True,
-        [1] * 50,
-        {"a": 1},
-    ]
+WRONG_VALUES: list[Any] = [
+    *(0, 1, -1, 2, 7, 10**12, 0.5, float("nan")),
+    *("", "llama", None, [], {}, True, [1] * 50, {"a": 1}),
+]
+
+
+def mutate(numbers: random.Random, description: dict[str, Any]) -> None:
+    """Change some random values of a description."""
     for _ in range(numbers.choice((1, 1, 2, 5))):
-        place = description[numbers.choice(("target", "drafter"))]["arguments"]
+        arguments = description[numbers.choice(("target", "drafter"))]["arguments"]
+
+        # Mostly go down into the dictionaries within.
         while True:
-            inner = [key for key, value in place.items() if isinstance(value, dict)]
-            if not inner or numbers.random() < 0.2:
+            inner_keys = [key for key, value in arguments.items() if isinstance(value, dict)]
+            if not inner_keys or numbers.random() < 0.2:
                 break
-            place = place[numbers.choice(inner)]
-        key = numbers.choice([*place, "extra"])
-        if key in place and numbers.random() < 0.15:
-            del place[key]
+            arguments = arguments[numbers.choice(inner_keys)]
+
+        key = numbers.choice([*arguments, "extra"])
+        if key in arguments and numbers.random() < 0.15:
+            del arguments[key]
         else:
-            place[key] = numbers.choice(values)
-        yield
+            arguments[key] = numbers.choice(WRONG_VALUES)
 
 
 def test_random_changes_of_a_description_give_one_line_or_none(content: dict[str, Any]) -> None:
     codes = []
     for seed in range(80):
         bad = {**content, checkpoint.KEY: copy.deepcopy(content[checkpoint.KEY])}
-        list(mutations(random.Random(seed), bad[checkpoint.KEY]))
+        mutate(random.Random(seed), bad[checkpoint.KEY])
         torch.save(bad, "bad.ckpt")
         try:
             loaded = checkpoint.load("bad.ckpt")
@@ -190,20 +185,27 @@ def test_random_changes_of_a_description_give_one_line_or_none(content: dict[str
 
 
 def test_a_draft_inside_the_target_brings_no_weights_of_the_target() -> None:
-    target, drafter = llama(), EarlyExitDrafter(2)
+    target = llama()
+    drafter = EarlyExitDrafter(2)
     loaded = through_a_file(target, drafter)
-    assert isinstance(loaded.drafter, EarlyExitDrafter) and loaded.drafter.exit_layer == 2
+    assert isinstance(loaded.drafter, EarlyExitDrafter)
+    assert loaded.drafter.exit_layer == 2
     assert all(name.startswith("target.") for name in checkpoint.read("a.ckpt")["state_dict"])
+
     options: dict[str, Any] = {"max_new_tokens": 12, "num_draft_tokens": 3}
-    before = SpeculativeDecoder(target, drafter).decode([[1, 2, 3]], **options)
-    after = SpeculativeDecoder.from_checkpoint("a.ckpt").decode([[1, 2, 3]], **options)
-    assert before.tokens == after.tokens and before.counts == after.counts
+    expected = SpeculativeDecoder(target, drafter).decode([[1, 2, 3]], **options)
+    result = SpeculativeDecoder.from_checkpoint("a.ckpt").decode([[1, 2, 3]], **options)
+    assert result.tokens == expected.tokens
+    assert result.counts == expected.counts
 
 
 def of_several() -> checkpoint.LoadedPair:
-    """A target with three drafts, read from several.ckpt."""
-    small, tiny = ModelDrafter(llama(1)), ModelDrafter(llama(2, num_hidden_layers=1))
-    drafts = {"small": small, "tiny": tiny, "early": EarlyExitDrafter(1)}
+    """Return a target with three drafts, read from several.ckpt."""
+    drafts = {
+        "small": ModelDrafter(llama(1)),
+        "tiny": ModelDrafter(llama(2, num_hidden_layers=1)),
+        "early": EarlyExitDrafter(1),
+    }
     checkpoint.save("several.ckpt", llama(), drafts, prompts=[[1, 2, 3]])
     return checkpoint.load("several.ckpt")
 
@@ -222,34 +224,26 @@ def test_decoding_names_a_draft_of_the_checkpoint() -> None:
     for name in (None, "tiny", "early"):
         decoder = SpeculativeDecoder.from_checkpoint("several.ckpt", draft=name)
         outputs.add(str(decoder.decode([[1, 2, 3]], max_new_tokens=9).tokens))
-        named = () if name is None else ("--draft", name)
-        succeed("decode", "--ckpt", "several.ckpt", "--repeats", "0", *named)
-    assert len(outputs) == 1, "whatever guesses, the output is the target's"
+        draft_option = () if name is None else ("--draft", name)
+        succeed("decode", "--ckpt", "several.ckpt", "--repeats", "0", *draft_option)
+    assert len(outputs) == 1, "whichever draft is used, the output is the target's"
     refused("decode", "--ckpt", "several.ckpt", "--draft", "huge", told="it has small, tiny, early")
 
 
-def other(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-    return lambda content: change(content[checkpoint.KEY])
-
-
-OTHER_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "a name that is none": other(lambda described: described.update(name="a.b")),
-    "computing in a list": other(lambda described: described.update(computes_in=["float32"])),
-    "another of another kind": other(
-        lambda described: described["others"].update(tiny=described["target"])
-    ),
-    "another without weights": other(
-        lambda described: described["others"].update(more=described["drafter"])
-    ),
-    "a tokenizer that is none": other(lambda described: described.update(tokenizer=5)),
+DOCUMENT_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a name that is none": lambda document: document.update(name="a.b"),
+    "computing in a list": lambda document: document.update(computes_in=["float32"]),
+    "another of another kind": lambda document: document["others"].update(tiny=document["target"]),
+    "another without weights": lambda document: document["others"].update(more=document["drafter"]),
+    "a tokenizer that is none": lambda document: document.update(tokenizer=5),
 }
 
 
-@pytest.mark.parametrize("damage", OTHER_DAMAGES)
+@pytest.mark.parametrize("damage", DOCUMENT_DAMAGES)
 def test_drafts_that_do_not_hold_together_are_refused(damage: str) -> None:
     of_several()
     bad = checkpoint.read("several.ckpt")
-    OTHER_DAMAGES[damage](bad)
+    DOCUMENT_DAMAGES[damage](bad[checkpoint.KEY])
     torch.save(bad, "bad.ckpt")
     refused("info", "--ckpt", "bad.ckpt", told="bad.ckpt")
 
@@ -268,11 +262,13 @@ def test_parts_nested_without_end_are_refused() -> None:
 def test_recurrent_checkpoints_need_no_transformers() -> None:
     program = (
         "from lightning_specdec import SpeculativeDecoder; import sys\n"
-        f"SpeculativeDecoder.from_checkpoint({str(SHIPPED)!r}).decode([1, 2, 3], max_new_tokens=3)\n"
+        f"decoder = SpeculativeDecoder.from_checkpoint({str(SHIPPED)!r})\n"
+        "decoder.decode([1, 2, 3], max_new_tokens=3)\n"
         "print('transformers' in sys.modules)"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "False"
-    assert set(MODELS) == {"RNN", "HuggingFaceLM"} and MODELS.load("HuggingFaceLM") is HuggingFaceLM
+    assert process.stdout.strip() == "False"
+    assert set(MODELS) == {"RNN", "HuggingFaceLM"}
+    assert MODELS.load("HuggingFaceLM") is HuggingFaceLM

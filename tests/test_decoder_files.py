@@ -34,32 +34,32 @@ def pair(**settings: Any) -> SpeculativeDecoder:
 def test_decoding_notices_that_the_draft_has_changed() -> None:
     decoder = pair()
     assert decoder.ready()[1] is decoder.ready()[1]
-    before = decoder.decode([1, 2, 3], max_new_tokens=20)
+    result = decoder.decode([1, 2, 3], max_new_tokens=20)
     with torch.no_grad():
         for weight in decoder.drafter.parameters():
             weight.zero_()
-    after = decoder.decode([1, 2, 3], max_new_tokens=20)
-    assert after.tokens == before.tokens and after.acceptance_rate != before.acceptance_rate
+    zeroed_result = decoder.decode([1, 2, 3], max_new_tokens=20)
+    assert zeroed_result.tokens == result.tokens
+    assert zeroed_result.acceptance_rate != result.acceptance_rate
 
 
 def test_training_teaches_both_and_decoding_goes_on_with_what_they_learned() -> None:
     torch.manual_seed(0)
     decoder = SpeculativeDecoder(RNN(50), RNN(50, hidden_size=32, num_layers=1))
     data = ArithmeticProgressions()
-    before = decoder.decode([1, 2, 3], max_new_tokens=7)
-    reached = decoder.train(data, max_epochs=2)
-    assert (
-        reached["train/target_loss"] < 3.9
-        and {"train/draft_loss", "val/acceptance_rate"} <= reached.keys()
-    )
-    after = decoder.decode(decoder.prompts, max_new_tokens=7)
-    assert decoder.prompts == data.prompts() and decoder.recipe["epochs"] == 2
-    assert after.tokens == decoder.decode_standard(decoder.prompts, max_new_tokens=7).tokens
-    assert decoder.decode([1, 2, 3], max_new_tokens=7).tokens != before.tokens
-    fresh = SpeculativeDecoder(decoder.target, decoder.drafter)
-    assert [row.rounds for row in fresh.decode(decoder.prompts, max_new_tokens=7).rows] == [
-        r.rounds for r in after.rows
-    ]
+    untrained_result = decoder.decode([1, 2, 3], max_new_tokens=7)
+    metrics = decoder.train(data, max_epochs=2)
+    assert metrics["train/target_loss"] < 3.9
+    assert {"train/draft_loss", "val/acceptance_rate"} <= metrics.keys()
+    assert decoder.prompts == data.prompts()
+    assert decoder.recipe["epochs"] == 2
+
+    result = decoder.decode(decoder.prompts, max_new_tokens=7)
+    assert result.tokens == decoder.decode_standard(decoder.prompts, max_new_tokens=7).tokens
+    assert decoder.decode([1, 2, 3], max_new_tokens=7).tokens != untrained_result.tokens
+    new_decoder = SpeculativeDecoder(decoder.target, decoder.drafter)
+    new_result = new_decoder.decode(decoder.prompts, max_new_tokens=7)
+    assert [row.rounds for row in new_result.rows] == [row.rounds for row in result.rows]
 
 
 def test_only_a_model_draft_is_trained() -> None:
@@ -70,27 +70,29 @@ def test_only_a_model_draft_is_trained() -> None:
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "pair.ckpt"
     decoder = pair(prompts=[[1, 2], [3]], recipe={"seed": 4})
-    decoder.save(tmp_path / "new" / "pair.ckpt")
-    again = SpeculativeDecoder.from_checkpoint(tmp_path / "new" / "pair.ckpt")
-    assert again.prompts == [[1, 2], [3]] and again.recipe == {"seed": 4}
-    first, second = (
-        each.decode(each.prompts, max_new_tokens=9, temperature=1.0, seed=5)
-        for each in (decoder, again)
-    )
-    assert first.tokens == second.tokens
-    assert [row.rounds for row in first.rows] == [row.rounds for row in second.rows]
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["pair.ckpt"]
-    half = SpeculativeDecoder.from_checkpoint(tmp_path / "new" / "pair.ckpt", dtype=torch.bfloat16)
-    assert {weight.dtype for weight in half.target.parameters()} == {torch.bfloat16}
+    decoder.save(path)
+    assert [file.name for file in path.parent.iterdir()] == ["pair.ckpt"]
+
+    loaded = SpeculativeDecoder.from_checkpoint(path)
+    assert loaded.prompts == [[1, 2], [3]]
+    assert loaded.recipe == {"seed": 4}
+    options: dict[str, Any] = {"max_new_tokens": 9, "temperature": 1.0, "seed": 5}
+    expected = decoder.decode(decoder.prompts, **options)
+    result = loaded.decode(loaded.prompts, **options)
+    assert result.tokens == expected.tokens
+    assert [row.rounds for row in result.rows] == [row.rounds for row in expected.rows]
+
+    in_bfloat16 = SpeculativeDecoder.from_checkpoint(path, dtype=torch.bfloat16)
+    assert {weight.dtype for weight in in_bfloat16.target.parameters()} == {torch.bfloat16}
 
 
 def test_what_could_not_be_built_again_is_not_saved(tmp_path: Path) -> None:
     for target in ("transformer", "fused"):
+        decoder = SpeculativeDecoder(cases.target(target), cases.target("rnn"))
         with pytest.raises(ValueError, match="a checkpoint cannot hold a "):
-            SpeculativeDecoder(cases.target(target), cases.target("rnn")).save(
-                tmp_path / "pair.ckpt"
-            )
+            decoder.save(tmp_path / "pair.ckpt")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,14 +102,15 @@ def test_a_stream_yields_the_tokens_of_decoding_as_they_are_settled() -> None:
         "max_new_tokens": 20,
         "num_draft_tokens": 3,
         "eos": cases.EOS,
+        "temperature": 1.0,
         "seed": 3,
     }
-    pairs = list(
-        decoder.stream(cases.PROMPTS, temperature=1.0, rule=RejectionSampling(), **options)
-    )
-    whole = decoder.decode(cases.PROMPTS, temperature=1.0, rule=RejectionSampling(), **options)
-    for i, tokens in enumerate(whole.tokens):
-        assert [token for number, token in pairs if number == i] == tokens
+    result = decoder.decode(cases.PROMPTS, rule=RejectionSampling(), **options)
+    streamed_tokens: list[list[int]] = [[] for _ in cases.PROMPTS]
+    for prompt_index, token in decoder.stream(cases.PROMPTS, rule=RejectionSampling(), **options):
+        streamed_tokens[prompt_index].append(token)
+    assert streamed_tokens == result.tokens
+
     session = open_session(
         decoder.target, decoder.drafter, [1, 2], max_new_tokens=20, rule=EpsilonThreshold()
     )
@@ -119,24 +122,25 @@ def test_a_stream_yields_the_tokens_of_decoding_as_they_are_settled() -> None:
 
 def test_a_decoder_knows_its_targets_exits_and_takes_any_of_them() -> None:
     target = cases.target("llama")
-    own = cases.drafter("early_exit_own", "llama")
-    decoder = SpeculativeDecoder(target, own, prompts=cases.PROMPTS, num_draft_tokens=2)
-    assert isinstance(own, EarlyExitDrafter)
-    found = exits(target, own)
-    assert list(found) == [1, 2]
-    assert found[own.exit_layer].head is own.head is not None
-    for layer in found:
-        other = decoder.with_exit(layer)
-        assert isinstance(other.drafter, EarlyExitDrafter) and other.drafter.exit_layer == layer
-        result = other.decode(other.prompts, max_new_tokens=6, eos=())
-        assert (
-            result.tokens == cases.standard("llama", Sampling(), 6, None).tokens
-            and result.num_draft_tokens == 2
-        )
-    looking = SpeculativeDecoder(target, NGramDrafter())
-    assert isinstance(looking.with_exit(1).drafter, EarlyExitDrafter), (
-        "any draft gives way to an exit"
-    )
+    drafter = cases.drafter("early_exit_own", "llama")
+    decoder = SpeculativeDecoder(target, drafter, prompts=cases.PROMPTS, num_draft_tokens=2)
+    assert isinstance(drafter, EarlyExitDrafter)
+    exit_drafters = exits(target, drafter)
+    assert list(exit_drafters) == [1, 2]
+    assert exit_drafters[drafter.exit_layer].head is drafter.head is not None
+
+    expected = cases.standard("llama", Sampling(), 6, None)
+    for layer in exit_drafters:
+        with_exit = decoder.with_exit(layer)
+        assert isinstance(with_exit.drafter, EarlyExitDrafter)
+        assert with_exit.drafter.exit_layer == layer
+        result = with_exit.decode(with_exit.prompts, max_new_tokens=6, eos=())
+        assert result.tokens == expected.tokens
+        assert result.num_draft_tokens == 2
+
+    # An exit replaces any draft.
+    with_lookup = SpeculativeDecoder(target, NGramDrafter())
+    assert isinstance(with_lookup.with_exit(1).drafter, EarlyExitDrafter)
     with pytest.raises(ValueError, match="exit_layer must be from 1 to 2, got 3"):
         decoder.with_exit(3)
 
@@ -146,10 +150,11 @@ def test_another_draft_keeps_everything_else(tmp_path: Path) -> None:
     decoder = SpeculativeDecoder(
         target, cases.near(target), prompts=[[1, 2]], recipe={"seed": 3}, num_draft_tokens=5
     )
-    other = decoder.with_drafter(NGramDrafter(4))
-    assert isinstance(other.drafter, NGramDrafter) and isinstance(decoder.drafter, ModelDrafter)
+    with_lookup = decoder.with_drafter(NGramDrafter(4))
+    assert isinstance(with_lookup.drafter, NGramDrafter)
+    assert isinstance(decoder.drafter, ModelDrafter)
     for name in ("target", "prompts", "recipe", "num_draft_tokens"):
-        assert getattr(other, name) == getattr(decoder, name), name
+        assert getattr(with_lookup, name) == getattr(decoder, name), name
 
 
 ROOT = Path(__file__).parent.parent
@@ -166,10 +171,12 @@ def test_it_is_small_whole_and_told_of() -> None:
 
 
 def test_it_learned_the_shipped_text_of_its_target() -> None:
-    found = checkpoints.load(FILE)
-    manifests = [json.loads(path.read_text()) for path in TEXTS.glob("*/manifest.json")]
-    assert found.reference is not None
-    assert {each["target"]["sha256"] for each in manifests} == {found.reference.sha256}
-    assert {Path(path).name for path in found.recipe["data_arguments"]["paths"]} == {
-        path.parent.name for path in TEXTS.glob("*/manifest.json")
-    }
+    draft = checkpoints.load(FILE)
+    assert draft.reference is not None
+    manifest_paths = list(TEXTS.glob("*/manifest.json"))
+    for path in manifest_paths:
+        manifest = json.loads(path.read_text())
+        assert manifest["target"]["sha256"] == draft.reference.sha256
+    text_names = {path.parent.name for path in manifest_paths}
+    assert text_names
+    assert {Path(path).name for path in draft.recipe["data_arguments"]["paths"]} == text_names

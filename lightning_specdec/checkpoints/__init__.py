@@ -1,4 +1,4 @@
-"""Files and names <-> targets and drafters."""
+"""Load targets and drafters from files or by name, and save them."""
 
 from lightning_specdec.checkpoints.checkpoint import LoadedPair, is_exported, load, save
 from lightning_specdec.checkpoints.loading import load_pair

@@ -1,7 +1,7 @@
-"""A file <-> tensors and plain values: written whole or not at all, read without running anything in it.
+"""Files of tensors and plain values: written completely or not at all, read without running code.
 
-Training runs are torch archives (`.ckpt`). Exported pairs and draft files are safetensors with one JSON document in
-their metadata.
+Training runs are torch archives (`.ckpt`). Exported pairs and draft files are safetensors with one
+JSON document in their metadata.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from lightning_specdec.config.terminal import short
 from lightning_specdec.models.safetensors_file import read_header
 
 KEY = "lightning_specdec"
-"""Where the document stands in either kind of file."""
+"""Name of the document in either kind of file."""
 FORMAT = 2
+"""Newest version of the document that this package reads and writes."""
 BROKEN = (
     *BUILTIN_ERRORS,
     EOFError,
@@ -41,14 +42,18 @@ BROKEN = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""Everything that reading a stranger's file, or building what it describes, can raise."""
-_LONGEST_DOCUMENT = 2**24
+"""All errors that reading a damaged file, or building what it describes, can raise."""
+
 _FOREIGN = (
-    "{} is no checkpoint of this program: take one that `lightning_specdec fit` writes for its own training modules, "
-    "or `export`"
+    "{} is no checkpoint of this program: take one that `lightning_specdec fit` writes for its own "
+    "training modules, or `export`"
 )
-_MOST_CHARACTERS, _CHARACTERS_PER_VALUE, _DEEPEST = 2**26, 64, 100
-"""Of the plain values of a file, each counted wherever it stands: one list in many places costs what all of them do."""
+_MAX_DOCUMENT_CHARACTERS = 2**24
+_MAX_PLAIN_CHARACTERS = 2**26
+"""Limit on the characters of all plain values of a file; shared ones are counted each time."""
+_CHARACTERS_PER_VALUE = 64
+"""What a value that is no text counts for."""
+_MAX_DEPTH = 100
 
 
 def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
@@ -60,21 +65,27 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     with replaced(Path(path)) as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # torch's writer raises its own error over the system's
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        except RuntimeError as error:
+            # torch's writer hides the system's error behind its own.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def write_document(
     path: str | os.PathLike[str], document: dict[str, Any], weights: Mapping[str, Tensor]
 ) -> None:
-    """Write a document and weights as safetensors; raises as `write`."""
+    """Write a document and weights as safetensors; raises the errors of `write`."""
+    # Serialized before the file is opened: errors of single weights leave no file.
     content = safetensors.save(dict(weights), {KEY: json.dumps(document)})
     with replaced(Path(path)) as file:
         file.write(content)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a file of either kind: its document under `KEY`, its weights under "state_dict".
+    """Return the content of a file of either kind.
+
+    The document is under `KEY`, the weights are under "state_dict".
 
     Raises:
         FileNotFoundError, ValueError: as `read_any`; and for files of another program or version.
@@ -83,48 +94,50 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     document = content.get(KEY)
     if not isinstance(document, dict):
         raise ValueError(_FOREIGN.format(path))
-    found = document.get("format")
-    if type(found) is not int or not 1 <= found <= FORMAT:
-        shown = short(repr(found), 40)
+    version = document.get("format")
+    if type(version) is not int or not 1 <= version <= FORMAT:
         raise ValueError(
-            f"{path} has format {shown}, this version reads 1 to {FORMAT}: update, or export it again"
+            f"{path} has format {short(repr(version), 40)}, this version reads 1 to {FORMAT}: "
+            "update, or export it again"
         )
     return content
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a file with weights under "state_dict", by whatever program; raises as `read_any`."""
+    """Return the content of any program's file with weights under "state_dict".
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_any`; and for files without such weights.
+    """
     content = read_any(path)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise ValueError(_FOREIGN.format(path))
     for name, value in content["state_dict"].items():
-        whole = (
-            isinstance(value, Tensor)
-            and value.layout == torch.strided
-            and value.device.type == "cpu"
-        )
-        if (
-            not isinstance(name, str)
-            or not whole
-            or value.untyped_storage().nbytes() < value.nbytes
-        ):
+        if not isinstance(name, str) or not _is_plain_tensor(value):
             raise ValueError(f"{path}: its weight {short(str(name), 80)!r} is no plain tensor")
     return dict(content)
 
 
+def _is_plain_tensor(value: object) -> bool:
+    """Whether this is a dense tensor on the CPU with as many bytes as its shape needs."""
+    if not isinstance(value, Tensor):
+        return False
+    is_dense = value.layout == torch.strided and value.device.type == "cpu"
+    # With strides of 0, a few bytes can claim any shape.
+    return is_dense and value.untyped_storage().nbytes() >= value.nbytes
+
+
 def read_any(path: str | os.PathLike[str]) -> Any:
-    """The content of a file, if it holds tensors and plain values only.
+    """Return the content of a file that contains only tensors and plain values.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is of another kind, damaged, asks to run code, or holds absurdly many plain values. Nothing in it
-            has run.
+        ValueError: it has another format, is damaged, asks to run code, or contains far too many
+            plain values. Nothing in it has run.
     """
     path = runs.find(path)
     if not path.exists():
-        there = [each.name for each in path.parent.glob("*")] if path.parent.is_dir() else []
-        advice = nearest(path.name, there) or "; `lightning_specdec fit --config ...` writes one"
-        raise FileNotFoundError(f"{path}: no such checkpoint{advice}")
+        raise _missing(path)
     try:
         with path.open("rb") as file:
             is_archive = file.read(2) == b"PK"
@@ -132,62 +145,90 @@ def read_any(path: str | os.PathLike[str]) -> Any:
         _check_size(content)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} asks to run code or holds objects other than tensors and plain values, and was not read: take a "
-            "file that `lightning_specdec fit` or `export` writes"
+            f"{path} asks to run code or holds objects other than tensors and plain values, and "
+            "was not read: take a file that `lightning_specdec fit` or `export` writes"
         ) from error
     except BROKEN as error:
-        found = (
-            f"it has no {error}" if isinstance(error, KeyError) else str(error.__cause__ or error)
-        )
-        reason = short(" ".join(found.split()), 120)
-        raise ValueError(
-            f"{path} is truncated or damaged, or is no checkpoint of this program ({reason}): copy it "
-            "again, or take a file that `lightning_specdec fit` or `export` writes"
-        ) from error
+        raise _damaged(path, error) from error
     return content
 
 
+def _missing(path: Path) -> FileNotFoundError:
+    file_names: list[str] = []
+    if path.parent.is_dir():
+        file_names = [neighbor.name for neighbor in path.parent.glob("*")]
+    advice = nearest(path.name, file_names) or "; `lightning_specdec fit --config ...` writes one"
+    return FileNotFoundError(f"{path}: no such checkpoint{advice}")
+
+
+def _damaged(path: Path, error: BaseException) -> ValueError:
+    if isinstance(error, KeyError):
+        reason = f"it has no {error}"
+    else:
+        reason = str(error.__cause__ or error)
+    reason = short(" ".join(reason.split()), 120)
+    return ValueError(
+        f"{path} is truncated or damaged, or is no checkpoint of this program ({reason}): copy it "
+        "again, or take a file that `lightning_specdec fit` or `export` writes"
+    )
+
+
 def _read_document(path: Path) -> dict[str, Any]:
-    """A safetensors file. Draft files of format 1 name their drafter at the top of the document."""
-    document = json.loads(
-        read_header(path)[0][KEY][:_LONGEST_DOCUMENT]
-    )  # a longer one is cut, and no JSON then
+    """Read a safetensors file."""
+    metadata, _ = read_header(path)
+    # A longer document is cut, and then is not JSON.
+    document = json.loads(metadata[KEY][:_MAX_DOCUMENT_CHARACTERS])
     weights = safetensors.load_file(path)
+
     if "class" in document:
-        drafter = {name: document.pop(name, None) for name in ("class", "arguments")}
-        document |= {"drafter": drafter, "prompts": []}
+        # A draft file of format 1 describes its drafter at the top of the document.
+        document["drafter"] = {
+            "class": document.pop("class"),
+            "arguments": document.pop("arguments", None),
+        }
+        document["prompts"] = []
         weights = {f"drafter.{name}": value for name, value in weights.items()}
     return {KEY: document, "state_dict": weights}
 
 
 def _read_archive(path: Path) -> Any:
-    """A torch archive, if every byte of it is as it was written and it holds tensors and plain values only."""
+    """Read a torch archive of tensors and plain values whose checksums are right."""
     with zipfile.ZipFile(path) as archive:
-        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
-        if not stored or archive.testzip() is not None:
+        entries = archive.infolist()
+        # torch writes without compression; a compressed archive could expand to any size.
+        is_compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        if is_compressed or archive.testzip() is not None:
             raise ValueError("its parts are compressed or have wrong checksums")
+    # weights_only refuses everything but tensors and plain values before it is built.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _check_size(content: object) -> None:
-    """Raise ValueError where writing out all plain values would take absurd memory.
+    """Raise ValueError if writing out all plain values would take absurd memory.
 
-    A list may stand in many places at the cost of one, so a small file can hold more values than any memory. This walk
-    counts every place and copies nothing.
+    One list may be an entry of many others, so a small file can describe more values than any
+    memory holds. This walk counts a value wherever it occurs and copies nothing.
     """
-    walks: list[Iterator[object]] = [iter((content,))]
-    left = _MOST_CHARACTERS
-    while walks:
-        value = next(walks[-1], walks)
-        if value is walks:  # the end of this one
-            walks.pop()
+    end = object()
+    num_characters = 0
+    # The iterators over all containers that the walk is within, the innermost at the end.
+    iterators: list[Iterator[object]] = [iter((content,))]
+    while iterators:
+        value = next(iterators[-1], end)
+        if value is end:
+            iterators.pop()
             continue
-        left -= len(value) if isinstance(value, str | bytes | bytearray) else _CHARACTERS_PER_VALUE
-        if left < 0 or len(walks) > _DEEPEST:
+
+        if isinstance(value, str | bytes | bytearray):
+            num_characters += len(value)
+        else:
+            num_characters += _CHARACTERS_PER_VALUE
+        if num_characters > _MAX_PLAIN_CHARACTERS or len(iterators) > _MAX_DEPTH:
             raise ValueError(
                 "it holds more plain values than any checkpoint needs, or nests them too deeply"
             )
+
         if isinstance(value, Mapping):
-            walks.append(chain.from_iterable(value.items()))
+            iterators.append(chain.from_iterable(value.items()))
         elif isinstance(value, list | tuple | set | frozenset):
-            walks.append(iter(value))
+            iterators.append(iter(value))

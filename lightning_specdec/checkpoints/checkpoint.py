@@ -1,15 +1,16 @@
-"""A checkpoint or draft file <-> a target and its drafters, without running anything that the file says.
+"""Checkpoints and draft files: write a target with its drafters, and build them again.
 
-A file names its classes and gives their arguments as plain values, beside the weights. A target has one drafter that
-drafts unless another is asked for, and may have others, each with a name. A target that was not trained may lie
-elsewhere: the file then says which one it is (`TargetReference`) and holds none of its weights, as every draft file.
+A file names its classes and their arguments as plain values, beside the weights; nothing in it is
+run. A target has one main drafter and may have others, each with a name. The weights of a target
+that was not trained may be elsewhere: the file then identifies it by a `TargetReference`, as every
+draft file does.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,26 +32,34 @@ from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
 
 MAIN = "main"
-"""Name of the drafter that drafts unless another is asked for, where it has no other."""
-TARGET, _DRAFTER, _OTHERS = "target.", "drafter.", "others."
-"""Prefixes of the weights' names, which are those of the training modules."""
+"""Name of the main drafter in files that name none."""
+TARGET = "target."
+"""Prefix of the target's weights; the prefixes are those of the training modules."""
+_DRAFTER = "drafter."
+"""Prefix of the main drafter's weights."""
+_OTHERS = "others."
+"""Prefix of the other drafters' weights, before their names."""
 _SCALE = ".int8_scale"
-"""Suffix of the scales of a matrix in int8, one for each row."""
+"""Suffix of the scales of an int8 matrix, one for each row."""
+_INT8_LIMIT = 127
+_SMALLEST_SCALE = 1e-30
+_MAX_NAME_LENGTH = 80
 
 
 @dataclass
 class LoadedPair:
-    """A target and its drafter, as a file or names gave them.
+    """A target and its drafter, loaded from a file or by their names.
 
     Args:
-        make_target: gives the target; called when it is first asked for.
+        make_target: returns the target; called when the target is first used.
         drafter: the drafter that was chosen.
-        drafts: all drafters by name; the first one drafts unless another is asked for.
+        drafts: all drafters by name; the first one is the default.
         prompts: held-out prompts to try it on.
-        recipe: how it was made, as plain values.
-        tokenizer: name or directory of the tokenizer; None where tokens are not text.
-        num_draft_tokens: draft tokens per round that the pair recommends; None where it says nothing.
-        reference: which target it is, where that lies elsewhere; None where the file holds it.
+        recipe: how it was trained, as plain values.
+        tokenizer: name or directory of the tokenizer; None if tokens are not text.
+        num_draft_tokens: draft tokens per round that the pair recommends; None without a
+            recommendation.
+        reference: identifies a target that is not in the file; None if it is.
     """
 
     make_target: Callable[[], LanguageModel]
@@ -64,24 +73,27 @@ class LoadedPair:
 
     @cached_property
     def target(self) -> LanguageModel:
-        """The target; one that lies elsewhere is loaded when it is first asked for.
+        """The target; one that is not in the file is loaded at the first use.
 
         Raises:
-            ValueError: it is not there, or is another.
+            ValueError: it is missing, or has other weights.
         """
         return self.make_target()
 
     def draft(self, name: str | None = None) -> Drafter:
-        """The drafter of that name, the first one when None.
+        """Return the drafter of that name, the first one by default.
 
         Raises:
             ValueError: there is none.
         """
-        chosen = next(iter(self.drafts)) if name is None else name
-        if chosen not in self.drafts:
-            told = f"it has {', '.join(self.drafts)}; a draft file goes with --target"
-            raise ValueError(f"the checkpoint has no draft {short(chosen, 80)!r}: {told}")
-        return self.drafts[chosen]
+        if name is None:
+            name = next(iter(self.drafts))
+        if name not in self.drafts:
+            raise ValueError(
+                f"the checkpoint has no draft {short(name, 80)!r}: "
+                f"it has {', '.join(self.drafts)}; a draft file goes with --target"
+            )
+        return self.drafts[name]
 
 
 def describe(
@@ -92,24 +104,30 @@ def describe(
     recipe: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
 ) -> dict[str, Any]:
-    """The document of a checkpoint, beside weights named `target.*`, `drafter.*` and `others.NAME.*`.
+    """Return a checkpoint's document, for weights named `target.*`, `drafter.*`, `others.NAME.*`.
 
     Args:
-        target: the target; or which one it is, where its weights are not stored.
-        drafts: the drafter; or several by name, the first of which drafts unless another is asked for.
+        target: the target, or the reference to it if its weights are not stored.
+        drafts: the drafter, or several by name, of which the first one is the default.
     """
-    (name, drafter), *others = _named(drafts).items()
+    (main_name, main_drafter), *other_drafters = _named(drafts).items()
     document: dict[str, Any] = {
         "format": FORMAT,
-        "target": target.to_dict() if isinstance(target, TargetReference) else spec(target),
-        "drafter": spec(drafter),
+        "drafter": spec(main_drafter),
         "prompts": [[int(token) for token in prompt] for prompt in prompts],
         "recipe": _plain(dict(recipe or {})),
+        "tokenizer": tokenizer,
     }
-    if others or name != MAIN:
-        _check_names([name, *dict(others)])
-        document |= {"name": name, "others": {key: spec(other) for key, other in others}}
-    return {**document, "tokenizer": tokenizer}
+    if isinstance(target, TargetReference):
+        document.update(target.to_document())
+    else:
+        document["target"] = spec(target)
+
+    if other_drafters or main_name != MAIN:
+        _check_names([main_name, *dict(other_drafters)])
+        document["name"] = main_name
+        document["others"] = {name: spec(drafter) for name, drafter in other_drafters}
+    return document
 
 
 def save(
@@ -120,51 +138,81 @@ def save(
     dtype: str | None = None,
     **described: Any,
 ) -> None:
-    """Write a pair for decoding, or a draft file if `target` is a reference: whole or not at all, as safetensors.
+    """Write a pair for decoding as safetensors, or a draft file if `target` is a reference.
+
+    The file is written completely or not at all.
 
     Args:
-        target, drafts, described: the arguments of `describe`. Paths are written as of `portable`.
-        dtype: store weights in this type, for a smaller file: a floating-point type, or int8 (a scale for each row of
-            a matrix; vectors stay as they are). Whoever reads the file computes in the type that they had.
+        target, drafts, described: the arguments of `describe`. Paths are written as `portable`
+            returns them.
+        dtype: store weights in this dtype, for a smaller file: a floating-point dtype, or int8
+            (with a scale for each row of a matrix; vectors stay unchanged). The loaded models
+            compute in their original dtype.
 
     Raises:
-        ValueError: a part cannot be built again, a weight does not fit the type, or no file can be put there.
+        ValueError: a part cannot be built again, a weight does not fit the dtype, or no file can
+            be written there.
     """
     document = describe(target, drafts, **described)
-    names = (
-        ("recipe", "target", "tokenizer") if isinstance(target, TargetReference) else ("recipe",)
-    )
-    document |= {name: portable(document[name]) for name in names}
-    drafter, *others = _named(drafts).items()
-    parts: dict[str, nn.Module] = {} if isinstance(target, TargetReference) else {TARGET: target}
-    parts |= {_DRAFTER: drafter[1], **{f"{_OTHERS}{key}.": other for key, other in others}}
+    portable_entries = ["recipe"]
+    if isinstance(target, TargetReference):
+        # A draft file is meant for other machines.
+        portable_entries += ["target", "tokenizer"]
+    for name in portable_entries:
+        document[name] = portable(document[name])
+
     weights: dict[str, Tensor] = {}
-    for prefix, part in parts.items():
-        values = part.state_dict(keep_vars=True)
-        first = {id(value): name for name, value in reversed(values.items())}
-        for name in sorted(first.values()):  # a weight of several names is written once
-            if values[name].dtype not in FLOATS.values():
-                raise ValueError(
-                    f"{prefix}{name} is packed or quantized: save the models as they were loaded"
-                )
-            weights[prefix + name] = values[name].detach().cpu().contiguous().clone()
+    if isinstance(target, LanguageModel):
+        weights.update(_weights_to_store(target, TARGET))
+    (_, main_drafter), *other_drafters = _named(drafts).items()
+    weights.update(_weights_to_store(main_drafter, _DRAFTER))
+    for name, drafter in other_drafters:
+        weights.update(_weights_to_store(drafter, f"{_OTHERS}{name}."))
+
+    # Whoever loads the file computes in the dtype that the weights have now.
     if dtype is not None and weights:
-        document["computes_in"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+        first_weight = next(iter(weights.values()))
+        document["computes_in"] = str(first_weight.dtype).removeprefix("torch.")
         weights = _stored_as(weights, dtype)
     archive.write_document(path, document, weights)
 
 
+def _weights_to_store(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Return a network's weights on the CPU, with a prefix before their names."""
+    values = module.state_dict(keep_vars=True)
+    # A weight with several names is stored once, under the first one.
+    first_names: dict[int, str] = {}
+    for name, value in values.items():
+        first_names.setdefault(id(value), name)
+
+    weights = {}
+    for name in sorted(first_names.values()):
+        if values[name].dtype not in FLOATS.values():
+            raise ValueError(
+                f"{prefix}{name} is packed or quantized: save the models as they were loaded"
+            )
+        weights[prefix + name] = values[name].detach().cpu().contiguous().clone()
+    return weights
+
+
 def portable(value: Any) -> Any:
-    """Plain values without this machine's directories: absolute paths from the current one, or the last part alone."""
+    """Return plain values without directories of this machine.
+
+    Absolute paths become relative to the current directory if they are inside it; of others only
+    the last part remains.
+    """
     if isinstance(value, dict):
-        return {name: portable(each) for name, each in value.items()}
+        return {name: portable(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [portable(entry) for entry in value]
     if not isinstance(value, str) or not os.path.isabs(value):
-        return [portable(each) for each in value] if isinstance(value, list) else value
-    return os.path.relpath(value) if Path(value).is_relative_to(Path.cwd()) else Path(value).name
+        return value
+    path = Path(value)
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else path.name
 
 
 def is_exported(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a file as `save` writes it: of this program, and without a training state."""
+    """Whether this is a file that `save` wrote: of this package, and without a training state."""
     try:
         return os.path.isfile(path) and read(path).keys() == {KEY, "state_dict"}
     except ValueError:
@@ -177,93 +225,118 @@ def load(
     target: str | LanguageModel | None = None,
     drafter: str | None = None,
 ) -> LoadedPair:
-    """Build what a file describes, with its weights.
+    """Build the networks that a file describes, with its weights.
 
     Args:
-        target: of a file whose target lies elsewhere, where that is now, or the target itself.
-        drafter: import path of a drafter of your own. A file that names one is read only if it is the same.
+        target: the directory or Hub name of a target that is not in the file, or the loaded target.
+        drafter: import path of your own drafter class. A file that names an import path is read
+            only if it is this one.
 
     Raises:
-        FileNotFoundError, ValueError: as `archive.read`; and for descriptions out of range or weights that do not fit.
+        FileNotFoundError, ValueError: as `archive.read`; and for descriptions out of range or
+            weights that do not fit.
     """
     content = read(path)
-    document, weights = content[KEY], content["state_dict"]
     try:
-        reference = reference_of(content)
-        if target is not None and reference is None:
-            raise ValueError(
-                "it holds its target itself, and decodes with no other: leave --target out"
-            )
-        others, name = document.get("others", {}), document.get("name", MAIN)
-        _check_names([name, *others])
-        check_parts([document.get("target"), document.get("drafter"), others])
-        _check_owners(
-            weights,
-            ([TARGET] if reference is None else []) + [f"{_OTHERS}{key}." for key in others],
-        )
-        weights = _dequantized(weights, document.get("computes_in"))
-        part = partial(_part, weights=weights, trusted=drafter)
-        held = None if reference is not None else part("target", document.get("target"), MODELS)
-        drafts = {name: part("drafter", document.get("drafter"), DRAFTERS)}
-        drafts |= {key: part(_OTHERS + key, other, DRAFTERS) for key, other in others.items()}
-        prompts = [list(prompt) for prompt in document["prompts"]]
-        recipe, tokenizer = _plain(document.get("recipe")), document.get("tokenizer")
-        for prompt in prompts:
-            check_prompt(prompt, (reference or held).vocab_size, "a stored prompt")  # type: ignore[union-attr]
-        check("its tokenizer", tokenizer, str | None, {})
-        window = recipe.get("num_draft_tokens")
-        check(
-            "num_draft_tokens of its recipe",
-            window,
-            int | None,
-            {"minimum": 1, "maximum": MAX_TOKENS},
-        )
-        for each in drafts.values() if held is not None else ():
-            each.check_target(held)
+        return _build_pair(content, str(path), target, drafter)
     except BROKEN as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
+        reason = one_line(error)
+        if isinstance(error, KeyError):
+            reason = f"it has no {error}"
         raise ValueError(f"{path} cannot be used: {short(reason, 300)}") from error
 
+
+def _build_pair(
+    content: Mapping[str, Any],
+    path: str,
+    target: str | LanguageModel | None,
+    trusted: str | None,
+) -> LoadedPair:
+    """Build a pair from a file's content; raises one of `BROKEN` where the content is wrong."""
+    document = content[KEY]
+    reference = reference_of(content)
+    if target is not None and reference is None:
+        raise ValueError("it holds its target itself, and decodes with no other: omit --target")
+
+    other_descriptions = document.get("others", {})
+    main_name = document.get("name", MAIN)
+    _check_names([main_name, *other_descriptions])
+    check_parts([document.get("target"), document.get("drafter"), other_descriptions])
+    _check_owners(content["state_dict"], reference is None, other_descriptions)
+
+    # Everything above is cheap; building networks begins here.
+    weights = _dequantized(content["state_dict"], document.get("computes_in"))
+    build_part = partial(_build_part, weights=weights, trusted=trusted)
+    stored_target: LanguageModel | None = None
+    if reference is None:
+        stored_target = build_part("target", document.get("target"), MODELS)
+    drafts = {main_name: build_part("drafter", document.get("drafter"), DRAFTERS)}
+    for name, description in other_descriptions.items():
+        drafts[name] = build_part(_OTHERS + name, description, DRAFTERS)
+
+    prompts = [list(prompt) for prompt in document["prompts"]]
+    recipe = _plain(document.get("recipe"))
+    vocab_size = (reference or stored_target).vocab_size  # type: ignore[union-attr]
+    for prompt in prompts:
+        check_prompt(prompt, vocab_size, "a stored prompt")
+    tokenizer = document.get("tokenizer")
+    check("its tokenizer", tokenizer, str | None, {})
+    num_draft_tokens = recipe.get("num_draft_tokens")
+    limits = {"minimum": 1, "maximum": MAX_TOKENS}
+    check("num_draft_tokens of its recipe", num_draft_tokens, int | None, limits)
+
+    if stored_target is not None:
+        for drafter in drafts.values():
+            drafter.check_target(stored_target)
+
     def find_target() -> LanguageModel:
-        if held is not None:
-            return held
+        if stored_target is not None:
+            return stored_target
         assert reference is not None
-        found = reference.load(target, str(path))
-        for each in drafts.values():
-            each.check_target(found)
-            _check_ends(each, found)
-        return found
+        found_target = reference.load(target, path)
+        for drafter in drafts.values():
+            drafter.check_target(found_target)
+            _check_end_tokens(drafter, found_target)
+        return found_target
 
     return LoadedPair(
-        find_target, drafts[name], drafts, prompts, recipe, tokenizer, window, reference
+        make_target=find_target,
+        drafter=drafts[main_name],
+        drafts=drafts,
+        prompts=prompts,
+        recipe=recipe,
+        tokenizer=tokenizer,
+        num_draft_tokens=num_draft_tokens,
+        reference=reference,
     )
 
 
-def _check_ends(drafter: Drafter, target: LanguageModel) -> None:
-    """Raise ValueError for a draft that has some tokens only, and not all that end a text of this target."""
-    ends = (
-        []
-        if target.tokenizer is None
-        else [token for token in target.tokenizer.eos if token < target.vocab_size]
-    )
-    for part in drafter.modules():
-        vocabulary: Any = getattr(part, "draft_vocabulary", None)
+def _check_end_tokens(drafter: Drafter, target: LanguageModel) -> None:
+    """Raise ValueError if a reduced draft vocabulary lacks a token that ends the target's texts."""
+    end_tokens: list[int] = []
+    if target.tokenizer is not None:
+        end_tokens = [token for token in target.tokenizer.eos if token < target.vocab_size]
+    for module in drafter.modules():
+        vocabulary: Any = getattr(module, "draft_vocabulary", None)
         if vocabulary is not None:
-            vocabulary.check_has(ends, "tokens that end a text")
+            vocabulary.check_has(end_tokens, "tokens that end a text")
 
 
 def reference_of(content: Mapping[str, Any]) -> TargetReference | None:
-    """Which target a checkpoint means, where it holds none itself.
+    """Return the reference to a checkpoint's target; None if the checkpoint contains the target.
 
     Args:
-        content: of the file; an empty one means none.
+        content: the file's content; an empty one has no reference.
 
     Raises:
-        ValueError: it does not say that clearly.
+        ValueError: the reference has wrong values.
     """
-    target = content.get(KEY, {}).get("target")
-    is_elsewhere = isinstance(target, dict) and "sha256" in target
-    return TargetReference.from_dict(target, "its target.") if is_elsewhere else None
+    document = content.get(KEY, {})
+    target = document.get("target")
+    # The description of a stored target has no sha256.
+    if isinstance(target, dict) and "sha256" in target:
+        return TargetReference.from_document(document)
+    return None
 
 
 def _named(drafts: Drafter | Mapping[str, Drafter]) -> dict[str, Drafter]:
@@ -271,24 +344,34 @@ def _named(drafts: Drafter | Mapping[str, Drafter]) -> dict[str, Drafter]:
 
 
 def _check_names(names: list[Any]) -> None:
-    """Raise ValueError unless these can be the names of drafters: weights are found by them."""
-    if not all(isinstance(each, str) and each.isidentifier() and len(each) <= 80 for each in names):
-        raise ValueError("draft names must be identifiers of at most 80 characters")
+    """Raise ValueError unless these can be names of drafters, which prefix their weights' names."""
+    for name in names:
+        is_valid = isinstance(name, str) and name.isidentifier() and len(name) <= _MAX_NAME_LENGTH
+        if not is_valid:
+            raise ValueError(
+                f"draft names must be identifiers of at most {_MAX_NAME_LENGTH} characters"
+            )
     if len(set(names)) < len(names):
-        raise ValueError(f"it has two drafts of the name {names[0]}")
+        raise ValueError(f"it has two drafts named {names[0]}")
 
 
-def _check_owners(weights: Mapping[str, Tensor], owners: list[str]) -> None:
-    """Raise ValueError for weights of a target or another draft that the file does not describe."""
+def _check_owners(
+    weights: Mapping[str, Tensor], has_target: bool, other_names: Iterable[str]
+) -> None:
+    """Raise ValueError for weights of a target or drafter that the file does not describe."""
+    prefixes = [f"{_OTHERS}{name}." for name in other_names]
+    if has_target:
+        prefixes.append(TARGET)
     for name in weights:
-        if name.startswith((TARGET, _OTHERS)) and not name.startswith(tuple(owners)):
+        if name.startswith((TARGET, _OTHERS)) and not name.startswith(tuple(prefixes)):
             raise ValueError(
                 f"among its weights is {short(name, 80)!r}, and it describes no network that has it"
             )
 
 
 def _plain(recipe: object) -> dict[str, Any]:
-    """The recipe, if it is a dictionary of plain values and nothing else."""
+    """Return a copy of a recipe if it is a dictionary of plain values; ValueError otherwise."""
+    # JSON has exactly the plain values.
     try:
         copied = json.loads(json.dumps(recipe))
     except (TypeError, ValueError, RecursionError):
@@ -298,55 +381,68 @@ def _plain(recipe: object) -> dict[str, Any]:
     return copied
 
 
-def _part(
+def _build_part(
     name: str,
-    described: object,
+    description: object,
     kinds: Kinds,
     *,
     weights: Mapping[str, Tensor],
     trusted: str | None,
 ) -> Any:
-    """A target or a drafter as it is described, with its weights."""
+    """Build the target or a drafter from its description, with its weights.
+
+    Args:
+        name: what the names of its weights start with, up to a dot.
+        trusted: as for `networks.build`.
+    """
     prefix = f"{name}."
-    own = {
-        key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)
+    part_weights = {
+        weight_name.removeprefix(prefix): value
+        for weight_name, value in weights.items()
+        if weight_name.startswith(prefix)
     }
-    return with_weights(
-        partial(build, described, (kinds,), trusted), name.replace(_OTHERS, "draft "), own
-    )
+    make_part = partial(build, description, (kinds,), trusted)
+    return with_weights(make_part, name.replace(_OTHERS, "draft "), part_weights)
 
 
 def _stored_as(weights: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """The weights in another type; of a matrix in int8 the scales of its rows too."""
+    """Return the weights in another dtype; int8 matrices with the scales of their rows."""
     check("dtype", dtype, str, {"choices": (*FLOATS, "int8")})
     stored: dict[str, Tensor] = {}
     for name, value in weights.items():
         if dtype == "int8" and value.dim() > 1:
+            # One scale for each row keeps rows of small values precise.
             rows = value.float().flatten(1)
-            scales = rows.abs().amax(1).clamp_min(1e-30) / 127
+            scales = rows.abs().amax(1).clamp_min(_SMALLEST_SCALE) / _INT8_LIMIT
+            quantized = (rows / scales[:, None]).round().to(torch.int8)
             stored[name + _SCALE] = scales
-            stored[name] = (rows / scales[:, None]).round().to(torch.int8).view(value.shape)
-        else:
-            stored[name] = value.to(FLOATS.get(dtype, value.dtype))
-            if stored[name].isinf().any():
-                raise ValueError(f"{name} is too large for {dtype}: take bfloat16 or float32")
+            stored[name] = quantized.view(value.shape)
+            continue
+
+        stored[name] = value.to(FLOATS.get(dtype, value.dtype))
+        if stored[name].isinf().any():
+            raise ValueError(f"{name} is too large for {dtype}: use bfloat16 or float32")
     return stored
 
 
 def _dequantized(weights: Mapping[str, Tensor], computes_in: object) -> dict[str, Tensor]:
-    """The weights in the type that the networks compute in, where the file stores another."""
+    """Return the weights in the dtype that the networks compute in, if the file stores another."""
     check("the type that it computes in", computes_in, str | None, {"choices": (*FLOATS,)})
     if computes_in is None:
         return dict(weights)
-    found: dict[str, Tensor] = {}
+
+    dequantized: dict[str, Tensor] = {}
     for name, value in weights.items():
         if value.dtype == torch.int8:
+            # Without its scales, an empty tensor makes the product below fail.
             scales = weights.get(name + _SCALE, value[:0])
-            value = value.float() * scales.view(len(value), *[1] * (value.dim() - 1))
+            row_shape = [1] * (value.dim() - 1)
+            value = value.float() * scales.view(len(value), *row_shape)
         elif value.dtype not in FLOATS.values():
             raise ValueError(
-                f"its weight {short(name, 80)!r} is of {value.dtype}: expected int8 or {', '.join(FLOATS)}"
+                f"its weight {short(name, 80)!r} is of {value.dtype}: "
+                f"expected int8 or {', '.join(FLOATS)}"
             )
         if not name.endswith(_SCALE):
-            found[name] = value.to(FLOATS[str(computes_in)])
-    return found
+            dequantized[name] = value.to(FLOATS[str(computes_in)])
+    return dequantized

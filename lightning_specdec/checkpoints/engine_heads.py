@@ -1,15 +1,17 @@
-"""Heads <-> the files of other programs: EAGLE-3 as speculators and SpecForge write it, and Medusa's heads; block
-drafters -> DSpark as vLLM reads it.
+"""Convert drafts between this package's weights and the files of other programs.
 
-A directory holds `config.json` and safetensors files; nothing in it is run. speculators (and vLLM) count the target's
-layers by their inputs and name the head's layer `layers.0`; SpecForge (and SGLang) count by outputs and name it
-`midlayer`. This package counts by outputs.
+EAGLE-3 heads as speculators and SpecForge write them and Medusa heads are written and read; block
+drafters are written as DSpark, in the form that vLLM reads.
+
+A directory contains `config.json` and safetensors files; nothing in it is run. speculators (and
+vLLM) count the target's layers by their inputs and name the head's layer `layers.0`; SpecForge (and
+SGLang) count them by their outputs and name it `midlayer`. This package counts by outputs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,21 +26,30 @@ from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.terminal import one_line, short
-from lightning_specdec.drafters import BlockDrafter, Drafter, EagleDrafter, MultiTokenDrafter
+from lightning_specdec.drafters import BlockDrafter, Drafter, EagleDrafter, MedusaDrafter
 from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.drafters.eagle_network import EagleSettings
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.model_config import to_config
 from lightning_specdec.models.safetensors_file import read_header, weight_files
 
-_LAYER = {
+ORIGIN = "lightning_specdec.json"
+"""This package's note beside an engine's files: the draft's target and recommended draft tokens."""
+
+_MAX_CONFIG_CHARACTERS = 2**20
+_MAX_POSITIONS = 2**20
+_MAX_MEDUSA_HEADS = 64
+
+# Names of weights: those of the engines, then those of this package.
+_HEAD_NAMES = {"fc": "join", "norm": "output_norm", "lm_head": "output"}
+_EAGLE_LAYER_NAMES = {
     "input_layernorm": "token_norm",
     "hidden_norm": "feature_norm",
     "post_attention_layernorm": "inner_norm",
     "self_attn.o_proj": "attention_output",
     "mlp.down_proj": "down",
 }
-_BLOCK_LAYER = {
+_BLOCK_LAYER_NAMES = {
     "input_layernorm": "input_norm",
     "post_attention_layernorm": "inner_norm",
     "self_attn.q_proj": "query",
@@ -47,19 +58,19 @@ _BLOCK_LAYER = {
     "self_attn.o_proj": "attention_output",
     "mlp.down_proj": "down",
 }
-_WHOLE = {"fc": "join", "norm": "output_norm", "lm_head": "output"}
-_QUERY_KEY_VALUE, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-ORIGIN = "lightning_specdec.json"
-"""What this package notes beside what engines read: whose draft it is and how many tokens a round should draft."""
-_LARGEST_CONFIG, _POSITIONS = 2**20, 2**20
-_REFUSED = {
+# Weights that this package joins into one matrix.
+_QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+_KEY_VALUE = ("k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+
+_UNSUPPORTED = {
     "norm_before_fc": "normalizes the joined features (norm_before_fc)",
     "attention_bias": "has biases in its attention (attention_bias)",
-    "mlp_bias": "has biases in its inner network (mlp_bias)",
+    "mlp_bias": "has biases in its MLP (mlp_bias)",
     "quantization_config": "is quantized (quantization_config)",
 }
-"""What a head may have and `EagleNetwork` has not."""
-_SIZES = [
+"""Settings of other programs' heads that `EagleNetwork` does not support."""
+_LAYER_SETTINGS = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
@@ -72,432 +83,582 @@ _SIZES = [
     "rope_parameters",
     "rope_theta",
     "rope_scaling",
-]
-_MEDUSA = ("num_heads", "num_heads"), ("num_layers", "num_hidden_layers")
+)
 
 
 def eagle_tensors(drafter: EagleDrafter, layer: str) -> dict[str, Tensor]:
-    """The weights of an autoregressive head by their names there; its layer is called `layer`."""
-    network, own = drafter.network, drafter.settings
+    """Return an EAGLE-3 head's weights by the engines' names; `layer` is the name of its layer."""
+    network = drafter.network
+    settings = drafter.settings
     weights = {name: value.detach() for name, value in network.named_parameters()}
-    found = _renamed(weights, _WHOLE) | _renamed(weights, _LAYER, f"{layer}.")
-    keys = own.num_key_heads * network.head_size
-    rows = own.num_heads * network.head_size, keys, keys
-    found |= _split(weights["query_key_value.weight"], f"{layer}.self_attn", _QUERY_KEY_VALUE, rows)
-    found |= _split(weights["gate_up.weight"], f"{layer}.mlp", _GATE_UP)
-    if own.feature_norms:
-        order = sorted(range(len(own.feature_layers)), key=own.feature_layers.__getitem__)
-        found |= {
-            f"fc_norm.{i}.weight": weights[f"layer_norms.{old}.weight"]
-            for i, old in enumerate(order)
-        }
-    return _stored(found, drafter)
+
+    query_rows = settings.num_heads * network.head_size
+    key_rows = settings.num_key_heads * network.head_size
+    query_key_value = weights["query_key_value.weight"].split([query_rows, key_rows, key_rows])
+
+    tensors = {
+        **_renamed(weights, _HEAD_NAMES),
+        **_renamed(weights, _EAGLE_LAYER_NAMES, engine_prefix=f"{layer}."),
+        **_named_parts(query_key_value, f"{layer}.self_attn", _QUERY_KEY_VALUE),
+        **_named_parts(weights["gate_up.weight"].chunk(2), f"{layer}.mlp", _GATE_UP),
+    }
+    if settings.feature_norms:
+        for i, feature_index in enumerate(_sorted_indices(settings.feature_layers)):
+            tensors[f"fc_norm.{i}.weight"] = weights[f"layer_norms.{feature_index}.weight"]
+    return _stored(tensors, drafter)
 
 
 def _renamed(
-    weights: dict[str, Tensor], names: dict[str, str], theirs: str = "", ours: str = ""
+    weights: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    *,
+    engine_prefix: str = "",
+    prefix: str = "",
 ) -> dict[str, Tensor]:
-    """Weights by an engine's names, behind these prefixes."""
-    return {f"{theirs}{new}.weight": weights[f"{ours}{old}.weight"] for new, old in names.items()}
+    """Return weights by an engine's names, each with a prefix."""
+    return {
+        f"{engine_prefix}{engine_name}.weight": weights[f"{prefix}{name}.weight"]
+        for engine_name, name in names.items()
+    }
 
 
-def _split(
-    joined: Tensor, room: str, names: Sequence[str], rows: Sequence[int] | None = None
-) -> dict[str, Tensor]:
-    """The weights that were joined, which are alike in size unless `rows` says how large each is."""
-    parts = joined.chunk(len(names)) if rows is None else joined.split(list(rows))
-    return {f"{room}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
+def _named_parts(parts: Sequence[Tensor], module: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the parts of a joined matrix by their names within a module."""
+    return {f"{module}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
 
 
-def _stored(found: dict[str, Tensor], drafter: FeatureDrafter) -> dict[str, Tensor]:
-    """Weights as engines have them: layers of the target in order, and which tokens the draft scores."""
+def _sorted_indices(values: Sequence[int]) -> list[int]:
+    """Return the indices that sort the values, like `argsort`."""
+    return sorted(range(len(values)), key=values.__getitem__)
+
+
+def _stored(tensors: dict[str, Tensor], drafter: FeatureDrafter) -> dict[str, Tensor]:
+    """Return tensors as engines store them.
+
+    Engines sort the target's layers that a draft reads, and list the tokens that it scores.
+    """
     layers = drafter.settings.feature_layers
-    blocks = found["fc.weight"].chunk(len(layers), dim=1)
-    found["fc.weight"] = torch.cat(
-        [blocks[i] for i in sorted(range(len(layers)), key=layers.__getitem__)], dim=1
-    )
-    if (vocabulary := drafter.draft_vocabulary) is not None:
-        tokens = vocabulary.tokens.cpu()
-        found["d2t"] = tokens - torch.arange(len(tokens))
-        found["t2d"] = torch.zeros(drafter.settings.vocab_size, dtype=torch.bool).index_fill_(
-            0, tokens, True
-        )
-    return {name: value.cpu().contiguous().clone() for name, value in found.items()}
+    columns = tensors["fc.weight"].chunk(len(layers), dim=1)
+    tensors["fc.weight"] = torch.cat([columns[i] for i in _sorted_indices(layers)], dim=1)
+
+    if drafter.draft_vocabulary is not None:
+        target_ids = drafter.draft_vocabulary.tokens.cpu()
+        # d2t has the distance from each draft token's id to its id in the target's vocabulary.
+        tensors["d2t"] = target_ids - torch.arange(len(target_ids))
+        is_scored = torch.zeros(drafter.settings.vocab_size, dtype=torch.bool)
+        is_scored[target_ids] = True
+        tensors["t2d"] = is_scored
+    return {name: value.cpu().contiguous().clone() for name, value in tensors.items()}
 
 
 def block_tensors(drafter: BlockDrafter, table: Tensor) -> dict[str, Tensor]:
-    """The weights of a block drafter by DSpark's names.
+    """Return a block drafter's weights by DSpark's names.
 
-    The mask is a token more than the target has, so its embeddings, `table`, are stored with it, scaled. A Markov head
-    of rank 0 is one of rank 1 that adds nothing.
+    Args:
+        table: the target's embeddings. They are stored with the draft, because the mask is a token
+            that the target does not have.
     """
-    network, own = drafter.network, drafter.settings
+    network = drafter.network
+    settings = drafter.settings
     weights = {name: value.detach() for name, value in network.named_parameters()}
-    found = _renamed(weights, {**_WHOLE, "hidden_norm": "context_norm"})
-    for i in range(own.num_layers):
+
+    tensors = _renamed(weights, {**_HEAD_NAMES, "hidden_norm": "context_norm"})
+    for i in range(settings.num_layers):
         layer = f"layers.{i}"
-        found |= _renamed(weights, _BLOCK_LAYER, f"{layer}.", f"{layer}.")
-        found |= _split(
-            weights[f"{layer}.key_value.weight"], f"{layer}.self_attn", _QUERY_KEY_VALUE[1:]
-        )
-        found |= _split(weights[f"{layer}.gate_up.weight"], f"{layer}.mlp", _GATE_UP)
+        prefix = f"{layer}."
+        key_value = weights[f"{layer}.key_value.weight"].chunk(2)
+        gate_up = weights[f"{layer}.gate_up.weight"].chunk(2)
+        tensors.update(_renamed(weights, _BLOCK_LAYER_NAMES, engine_prefix=prefix, prefix=prefix))
+        tensors.update(_named_parts(key_value, f"{layer}.self_attn", _KEY_VALUE))
+        tensors.update(_named_parts(gate_up, f"{layer}.mlp", _GATE_UP))
+
+    # DSpark does not scale the anchor's embedding, so the stored embeddings are scaled.
     mask = weights["mask"]
-    found["embed_tokens.weight"] = torch.cat([weights["anchor_scale"] * table.to(mask), mask[None]])
-    rank, scored = max(1, own.markov_rank), weights["output.weight"]
-    before = scored.new_zeros(own.vocab_size + 1, rank)
-    if own.markov_rank:
-        tokens = (
-            torch.arange(own.vocab_size)
-            if drafter.draft_vocabulary is None
-            else drafter.draft_vocabulary.tokens
-        )
-        before[tokens] = weights["markov_input.weight"]
-    found["markov_head.markov_w1.weight"] = before
-    found["markov_head.markov_w2.weight"] = weights.get(
-        "markov_output.weight", scored.new_zeros(len(scored), rank)
-    )
-    found |= {
-        f"confidence_head.proj.{name}": weights[f"confidence.{name}"] for name in ("weight", "bias")
+    scaled_embeddings = weights["anchor_scale"] * table.to(mask)
+    tensors["embed_tokens.weight"] = torch.cat([scaled_embeddings, mask[None]])
+
+    tensors.update(_markov_tensors(drafter, weights))
+    tensors["confidence_head.proj.weight"] = weights["confidence.weight"]
+    tensors["confidence_head.proj.bias"] = weights["confidence.bias"]
+    return _stored(tensors, drafter)
+
+
+def _markov_tensors(drafter: BlockDrafter, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a block drafter's Markov head.
+
+    DSpark requires one, so a draft without it gets one of rank 1 that adds nothing.
+    """
+    settings = drafter.settings
+    output = weights["output.weight"]
+    rank = max(1, settings.markov_rank)
+
+    # DSpark looks up the previous token by its id in the target's vocabulary, or the mask's id.
+    embeddings = output.new_zeros(settings.vocab_size + 1, rank)
+    projection = output.new_zeros(len(output), rank)
+    if settings.markov_rank:
+        if drafter.draft_vocabulary is None:
+            target_ids = torch.arange(settings.vocab_size)
+        else:
+            target_ids = drafter.draft_vocabulary.tokens
+        embeddings[target_ids] = weights["markov_input.weight"]
+        projection = weights["markov_output.weight"]
+    return {
+        "markov_head.markov_w1.weight": embeddings,
+        "markov_head.markov_w2.weight": projection,
     }
-    return _stored(found, drafter)
 
 
 def block_config(drafter: BlockDrafter, target: str) -> dict[str, Any]:
-    """The config of a block drafter as speculators writes DSpark's."""
-    own = drafter.settings
-    layer = _layer_config(drafter, "qwen3", own.num_layers) | {"vocab_size": own.vocab_size + 1}
-    kind = "full_attention" if own.attention_window is None else "sliding_attention"
-    layer |= {
+    """Return the config of a block drafter as speculators writes DSpark's."""
+    settings = drafter.settings
+    has_window = settings.attention_window is not None
+    layer_type = "sliding_attention" if has_window else "full_attention"
+    layer = {
+        **_layer_config(drafter, "qwen3", settings.num_layers),
+        # The mask is one more token.
+        "vocab_size": settings.vocab_size + 1,
+        # Without it, vLLM takes attention windows for causal ones.
         "is_causal": False,
-        "layer_types": [kind] * own.num_layers,
-    }  # else vLLM takes windows for causal
-    markov = {"markov_rank": max(1, own.markov_rank), "markov_head_type": "vanilla"}
+        "layer_types": [layer_type] * settings.num_layers,
+    }
     return {
         "architectures": ["Qwen3DSparkModel"],
         "speculators_model_type": "dspark",
         "draft_vocab_size": drafter.num_tokens,
-        "target_hidden_size": own.hidden_size,
-        "aux_hidden_state_layer_ids": [each + 1 for each in sorted(own.feature_layers)],
+        "target_hidden_size": settings.hidden_size,
+        "aux_hidden_state_layer_ids": _input_layers(settings.feature_layers),
         "use_aux_hidden_state": True,
-        "mask_token_id": own.vocab_size,
+        "mask_token_id": settings.vocab_size,
         "sample_from_anchor": True,
-        "block_size": own.block_size,
-        **markov,
+        "block_size": settings.block_size,
+        "markov_rank": max(1, settings.markov_rank),
+        "markov_head_type": "vanilla",
         "enable_confidence_head": True,
-        "confidence_head_with_markov": own.markov_rank > 0,
-        "dtype": str(drafter.network.dtype).removeprefix("torch."),
+        "confidence_head_with_markov": settings.markov_rank > 0,
+        "dtype": _dtype_name(drafter.network.dtype),
         "transformer_layer_config": layer,
-        "speculators_config": _speculators("dspark", target, own.block_size),
+        "speculators_config": _speculators_config("dspark", target, settings.block_size),
     }
 
 
 def eagle_config(
     drafter: EagleDrafter, target: str, num_draft_tokens: int, *, nested: bool
 ) -> dict[str, Any]:
-    """The config of an autoregressive head, as speculators writes it (`nested`) or as SpecForge does."""
-    own, layers = drafter.settings, sorted(drafter.settings.feature_layers)
-    layer = _layer_config(drafter, "llama", 1) | {"num_aux_hidden_states": len(layers)}
-    if own.attention_window is not None:
+    """Return the config of an EAGLE-3 head, as speculators writes it (`nested`) or as SpecForge."""
+    settings = drafter.settings
+    layer = {
+        **_layer_config(drafter, "llama", 1),
+        "num_aux_hidden_states": len(settings.feature_layers),
+    }
+    if settings.attention_window is not None:
         layer["layer_types"] = ["sliding_attention"]
     head = {
         "draft_vocab_size": drafter.num_tokens,
-        "target_hidden_size": own.hidden_size,
-        "norm_before_residual": own.norm_before_residual,
+        "target_hidden_size": settings.hidden_size,
+        "norm_before_residual": settings.norm_before_residual,
         "norm_before_fc": False,
-        "fc_norm": own.feature_norms,
-        "norm_output": own.norm_output,
-        "dtype": str(drafter.network.dtype).removeprefix("torch."),
+        "fc_norm": settings.feature_norms,
+        "norm_output": settings.norm_output,
+        "dtype": _dtype_name(drafter.network.dtype),
     }
+
     if not nested:
-        counted = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **layer,
             **head,
-            "eagle_config": counted,
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": sorted(settings.feature_layers),
+                "use_aux_hidden_state": True,
+            },
         }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         **head,
-        "eagle_aux_hidden_state_layer_ids": [each + 1 for each in layers],
+        "eagle_aux_hidden_state_layer_ids": _input_layers(settings.feature_layers),
         "transformer_layer_config": layer,
-        "speculators_config": _speculators("eagle3", target, num_draft_tokens),
+        "speculators_config": _speculators_config("eagle3", target, num_draft_tokens),
     }
 
 
-def _layer_config(drafter: FeatureDrafter, kind: str, num_layers: int) -> dict[str, Any]:
-    """The sizes of a draft's layers: vLLM has no defaults for a nested config, and readers differ in theirs, so
-    everything is stated."""
-    own = drafter.settings
-    return {
-        "model_type": kind,
-        "hidden_size": own.hidden_size,
-        "intermediate_size": own.intermediate_size,
+def _input_layers(feature_layers: Sequence[int]) -> list[int]:
+    """Return layers as speculators counts them: the output of layer i is the input of i + 1."""
+    return [layer + 1 for layer in sorted(feature_layers)]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layer_config(drafter: FeatureDrafter, model_type: str, num_layers: int) -> dict[str, Any]:
+    """Return the sizes of a draft's layers.
+
+    Everything is stated: vLLM has no defaults for a nested config, and those of others differ.
+    """
+    settings = drafter.settings
+    config = {
+        "model_type": model_type,
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": own.num_heads,
-        "num_key_value_heads": own.num_key_heads,
+        "num_attention_heads": settings.num_heads,
+        "num_key_value_heads": settings.num_key_heads,
         "head_dim": drafter.network.head_size,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "vocab_size": own.vocab_size,
-        "max_position_embeddings": _POSITIONS,
-        "rms_norm_eps": own.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": own.rotary_base},
-        **({} if own.attention_window is None else {"sliding_window": own.attention_window}),
+        "vocab_size": settings.vocab_size,
+        "max_position_embeddings": _MAX_POSITIONS,
+        "rms_norm_eps": settings.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": settings.rotary_base},
     }
+    if settings.attention_window is not None:
+        config["sliding_window"] = settings.attention_window
+    return config
 
 
-def _speculators(algorithm: str, target: str, num_draft_tokens: int) -> dict[str, Any]:
+def _speculators_config(algorithm: str, target: str, num_draft_tokens: int) -> dict[str, Any]:
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_draft_tokens,
+        "verifier_accept_k": 1,
+    }
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {
-                "proposal_type": "greedy",
-                "speculative_tokens": num_draft_tokens,
-                "verifier_accept_k": 1,
-            }
-        ],
+        "proposal_methods": [greedy],
         "verifier": {"name_or_path": target, "architectures": []},
     }
 
 
-def medusa_files(drafter: MultiTokenDrafter) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the weights of heads, in Medusa's names."""
-    own = drafter.settings
+def medusa_files(drafter: MedusaDrafter) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the config and the weights of Medusa heads."""
+    settings = drafter.settings
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
-        "medusa_num_heads": own.num_heads,
-        "medusa_num_layers": own.num_blocks,
+        "medusa_num_heads": settings.num_heads,
+        "medusa_num_layers": settings.num_blocks,
         "medusa_fc_bias": True,
-        "hidden_size": own.hidden_size,
-        "vocab_size": own.vocab_size,
-        "dtype": str(next(drafter.parameters()).dtype).removeprefix("torch."),
+        "hidden_size": settings.hidden_size,
+        "vocab_size": settings.vocab_size,
+        "dtype": _dtype_name(next(drafter.parameters()).dtype),
     }
-    return config, {
-        name: value.cpu().contiguous().clone() for name, value in drafter.heads.state_dict().items()
-    }
+    weights = drafter.heads.state_dict()
+    tensors = {name: value.cpu().contiguous().clone() for name, value in weights.items()}
+    return config, tensors
 
 
 def is_head(directory: Path) -> bool:
-    """Whether a directory holds a head rather than a language model."""
+    """Whether a directory contains a head rather than a language model."""
     try:
         config = _read_config(directory)
     except (OSError, ValueError):
         return False
+    if config.get("model_type") == "medusa":
+        return True
     names = ("speculators_model_type", "draft_vocab_size", "eagle_config", "medusa_num_heads")
-    return any(name in config for name in names) or config.get("model_type") == "medusa"
+    return any(name in config for name in names)
 
 
 def read_head(directory: Path, target: LanguageModel) -> tuple[Drafter, dict[str, int]]:
-    """The head of a directory, for this target, and its recipe: how many tokens a round should draft, if it says so.
+    """Return the head in a directory, and how many draft tokens its files recommend, if any.
+
+    Args:
+        target: the model that it drafts for.
 
     Raises:
-        ValueError: the directory is torn or no head, the head has something that `EagleDrafter` has not, or it is for
-            another target.
+        ValueError: the directory is damaged or contains no head, the head has parts that this
+            package does not support, or it belongs to another target.
     """
     try:
         config = _read_config(directory)
-        note = _read_config(directory, ORIGIN) if (directory / ORIGIN).is_file() else {}
+        note = {}
+        if (directory / ORIGIN).is_file():
+            note = _read_config(directory, ORIGIN)
+        # Directories of other programs do not say which weights the head was trained for.
         if "target" in note:
-            TargetReference.from_dict(note["target"], "its target.").check(target, "it")
+            TargetReference.from_document(note).check(target, "it")
+
         weights = _read_weights(directory)
-        kind = config.get("speculators_model_type", config.get("model_type"))
-        if kind == "medusa" or "medusa_num_heads" in config:
-            make, weights = _medusa(config, weights)
+        model_type = config.get("speculators_model_type", config.get("model_type"))
+        if model_type == "medusa" or "medusa_num_heads" in config:
+            make_drafter, weights = _medusa(config, weights)
         else:
-            make, weights = _eagle(config, weights, target)
-        drafter: Drafter = with_weights(make, "head", weights)
+            make_drafter, weights = _eagle(config, weights, target)
+
+        drafter: Drafter = with_weights(make_drafter, "head", weights)
         drafter.check_target(target)
-        return drafter, _recipe(config | note)
+        return drafter, _recipe(config, note)
     except BROKEN as error:
-        reason = f"its config has no {error}" if isinstance(error, KeyError) else one_line(error)
+        reason = one_line(error)
+        if isinstance(error, KeyError):
+            reason = f"its config has no {error}"
         raise ValueError(f"{directory} cannot be used as a draft: {short(reason, 300)}") from error
 
 
-def _recipe(config: dict[str, Any]) -> dict[str, int]:
-    """How many tokens a round should draft, by this package's note or by speculators' config; or nothing."""
+def _recipe(config: Mapping[str, Any], note: Mapping[str, Any]) -> dict[str, int]:
+    """Return the recommended number of draft tokens, if this package or speculators noted it."""
+    settings = {**config, **note}
     try:
-        window = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        method = settings["speculators_config"]["proposal_methods"][0]
+        num_draft_tokens = method["speculative_tokens"]
     except (LookupError, TypeError):
-        window = None
-    window = config.get("num_draft_tokens", window)
-    return (
-        {}
-        if window is None
-        else {"num_draft_tokens": require_int("its num_draft_tokens", window, 1, MAX_TOKENS)}
-    )
+        num_draft_tokens = None
+
+    num_draft_tokens = settings.get("num_draft_tokens", num_draft_tokens)
+    if num_draft_tokens is None:
+        return {}
+    require_int("its num_draft_tokens", num_draft_tokens, 1, MAX_TOKENS)
+    return {"num_draft_tokens": num_draft_tokens}
 
 
 def _read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
+    """Return the values in a JSON file of bounded size."""
     with (directory / name).open(encoding="utf-8") as file:
-        text = file.read(_LARGEST_CONFIG + 1)
-    try:
-        config = json.loads(text) if len(text) <= _LARGEST_CONFIG else None
-    except (ValueError, RecursionError):
-        config = None
+        text = file.read(_MAX_CONFIG_CHARACTERS + 1)
+    config = None
+    if len(text) <= _MAX_CONFIG_CHARACTERS:
+        try:
+            config = json.loads(text)
+        except (ValueError, RecursionError):
+            config = None
     if not isinstance(config, dict):
         raise ValueError(f"its {name} is damaged or too large: copy or download it again")
     return config
 
 
 def _read_weights(directory: Path) -> dict[str, Tensor]:
-    published = directory / "medusa_lm_head.safetensors"
+    """Return the tensors in a directory's safetensors files."""
     if not any(directory.glob("*.safetensors")):
-        pickles = [
-            path.name for pattern in ("*.pt", "*.bin") for path in sorted(directory.glob(pattern))
-        ]
+        pickles = [*sorted(directory.glob("*.pt")), *sorted(directory.glob("*.bin"))]
         if pickles:
             raise ValueError(
-                f"{pickles[0]} could run code and is not read: convert it to model.safetensors"
+                f"{pickles[0].name} could run code and is not read: convert it to model.safetensors"
             )
-    files = [published] if published.is_file() else weight_files(directory)
+
+    # The name that Medusa's authors publish heads under.
+    medusa_file = directory / "medusa_lm_head.safetensors"
+    files = [medusa_file] if medusa_file.is_file() else weight_files(directory)
+
+    # Check every file before the weights of any are read.
     for file in files:
         read_header(file)
-    return {name: value for file in files for name, value in safetensors.load_file(file).items()}
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        weights.update(safetensors.load_file(file))
+    return weights
 
 
 def _eagle(
-    config: dict[str, Any], weights: dict[str, Tensor], target: LanguageModel
+    config: Mapping[str, Any], weights: dict[str, Tensor], target: LanguageModel
 ) -> tuple[Callable[[], Drafter], dict[str, Tensor]]:
-    """How to build an autoregressive head, and its weights by the names here."""
-    if (kind := config.get("speculators_model_type", "eagle3")) != "eagle3":
-        raise ValueError(
-            f"it is a {short(str(kind), 40)} draft, and only EAGLE-3 and Medusa's heads are read"
-        )
-    nested, eagle = config.get("transformer_layer_config"), config.get("eagle_config") or {}
-    both = {**config, **(nested if isinstance(nested, dict) else {}), **eagle}
-    if (family := both.get("model_type", "llama")) not in ("llama", "speculators"):
-        raise ValueError(
-            f"its layer is of {short(str(family), 40)}, and only layers of llama are read"
-        )
-    if lacking := [what for name, what in _REFUSED.items() if both.get(name)]:
-        raise ValueError(f"it {lacking[0]}, which the heads of this package cannot")
-    sizes = to_config(
-        {**{name: both[name] for name in _SIZES if name in both}, "model_type": "llama"}
+    """Return a function that builds an EAGLE-3 head, and its weights by this package's names."""
+    merged = _merged_config(config)
+    _check_supported(config, merged)
+    layer = _layer_sizes(merged)
+    feature_layers = _feature_layers(config, target)
+
+    # t2d follows from d2t. The embeddings are the target's, which `_check_embeddings` verifies.
+    offsets = weights.pop("d2t", None)
+    weights.pop("t2d", None)
+    embeddings = weights.pop("embed_tokens.weight", None)
+    draft_vocabulary = _draft_vocabulary(offsets, layer.vocab_size, weights["lm_head.weight"])
+
+    has_window = merged.get("layer_types") == ["sliding_attention"]
+    is_nested = config.get("transformer_layer_config") is not None
+    settings = EagleSettings(
+        feature_layers=feature_layers,
+        hidden_size=layer.hidden_size,
+        vocab_size=layer.vocab_size,
+        num_heads=layer.num_attention_heads,
+        num_key_heads=layer.num_key_value_heads,
+        intermediate_size=layer.intermediate_size,
+        attention_window=merged.get("sliding_window") if has_window else None,
+        draft_vocabulary=draft_vocabulary,
+        feature_norms=bool(merged.get("fc_norm")),
+        norm_output=bool(merged.get("norm_output")),
+        # Without this setting, heads of speculators do it and those of SpecForge do not.
+        norm_before_residual=bool(merged.get("norm_before_residual", is_nested)),
+        head_size=layer.head_dim,
+        rotary_base=layer.rope_parameters["rope_theta"],
+        norm_eps=layer.rms_norm_eps,
     )
-    rotary: Any = sizes.rope_parameters
-    if (scaling := rotary.get("rope_type", "default")) != "default":
+    make_drafter = partial(EagleDrafter, **settings.to_dict())
+
+    if embeddings is not None:
+        # A wrong vocabulary is reported before the embeddings of both are compared.
+        make_drafter().check_target(target)
+        _check_embeddings(embeddings, target, layer.vocab_size)
+    return make_drafter, _joined(weights)
+
+
+def _merged_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a head's config on one level; speculators and SpecForge nest different parts of it."""
+    merged = dict(config)
+    layer_config = config.get("transformer_layer_config")
+    if isinstance(layer_config, dict):
+        merged.update(layer_config)
+    merged.update(config.get("eagle_config") or {})
+    return merged
+
+
+def _check_supported(config: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+    """Raise ValueError if a head is of another kind, or has parts that `EagleNetwork` lacks."""
+    algorithm = config.get("speculators_model_type", "eagle3")
+    if algorithm != "eagle3":
         raise ValueError(
-            f"it scales its rotary positions ({short(str(scaling), 40)}), and heads of this package do not"
+            f"it is a {short(str(algorithm), 40)} draft, and only EAGLE-3 and Medusa heads are read"
         )
-    if sizes.num_hidden_layers != 1 or sizes.hidden_act != "silu":
+    model_type = merged.get("model_type", "llama")
+    if model_type not in ("llama", "speculators"):
+        raise ValueError(
+            f"its layer is of {short(str(model_type), 40)}, and only Llama layers are read"
+        )
+    for name, description in _UNSUPPORTED.items():
+        if merged.get(name):
+            raise ValueError(f"it {description}, which this package's heads do not support")
+
+
+def _layer_sizes(merged: Mapping[str, Any]) -> Any:
+    """Return the sizes of a head's layer as a transformers config, with its defaults."""
+    values = {name: merged[name] for name in _LAYER_SETTINGS if name in merged}
+    layer = to_config({**values, "model_type": "llama"})
+
+    rotary: Any = layer.rope_parameters
+    scaling = rotary.get("rope_type", "default")
+    if scaling != "default":
+        raise ValueError(
+            f"it scales its rotary positions ({short(str(scaling), 40)}), "
+            "which this package's heads do not support"
+        )
+    if layer.num_hidden_layers != 1 or layer.hidden_act != "silu":
         raise ValueError("it has several layers or another activation than silu")
-    layers = eagle.get("eagle_aux_hidden_state_layer_ids")
+    return layer
+
+
+def _feature_layers(config: Mapping[str, Any], target: LanguageModel) -> tuple[int, ...]:
+    """Return the target's layers that a head reads, counted by their outputs."""
+    num_layers = target.num_layers or 0
+    eagle_config = config.get("eagle_config") or {}
+    layers = eagle_config.get("eagle_aux_hidden_state_layer_ids")
     if layers is None:
-        depth = target.num_layers or 0
-        inputs = config.get("eagle_aux_hidden_state_layer_ids") or [2, depth // 2, depth - 3]
-        layers = [each - 1 for each in inputs]
-    if (target.num_layers or 0) - 1 in layers:
+        input_layers = config.get("eagle_aux_hidden_state_layer_ids")
+        if not input_layers:
+            # The default of engines.
+            input_layers = [2, num_layers // 2, num_layers - 3]
+        layers = [layer - 1 for layer in input_layers]
+
+    if num_layers - 1 in layers:
         raise ValueError(
             "it reads the target's last layer before the final norm, this package after it"
         )
-    tokens = _draft_vocabulary(
-        weights.pop("d2t", None), sizes.vocab_size, weights["lm_head.weight"]
+    return tuple(layers)
+
+
+def _check_embeddings(embeddings: Tensor, target: LanguageModel, vocab_size: int) -> None:
+    """Raise ValueError unless a head's embeddings are the target's."""
+    target_ids = torch.arange(vocab_size, device=target.device)
+    target_embeddings = target.embeddings(target_ids[None])[0].float().cpu()
+
+    # Files may store them in half precision.
+    is_same = embeddings.shape == target_embeddings.shape and torch.allclose(
+        embeddings.float(), target_embeddings, rtol=0.01, atol=1e-3
     )
-    weights.pop("t2d", None)
-    embedding = weights.pop("embed_tokens.weight", None)
-    weights = _joined(
-        {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
-    )
-    settings = EagleSettings(
-        feature_layers=tuple(layers),
-        hidden_size=sizes.hidden_size,
-        vocab_size=sizes.vocab_size,
-        num_heads=sizes.num_attention_heads,
-        num_key_heads=sizes.num_key_value_heads,
-        intermediate_size=sizes.intermediate_size,
-        attention_window=both.get("sliding_window")
-        if both.get("layer_types") == ["sliding_attention"]
-        else None,
-        draft_vocabulary=tokens,
-        feature_norms=bool(both.get("fc_norm")),
-        norm_output=bool(both.get("norm_output")),
-        norm_before_residual=bool(both.get("norm_before_residual", nested is not None)),
-        head_size=sizes.head_dim,
-        rotary_base=rotary["rope_theta"],
-        norm_eps=sizes.rms_norm_eps,
-    )
-    make = partial(EagleDrafter, **settings.to_dict())
-    if embedding is not None:
-        make().check_target(target)
-        theirs = (
-            target.embeddings(torch.arange(sizes.vocab_size, device=target.device)[None])[0]
-            .float()
-            .cpu()
+    if not is_same:
+        raise ValueError(
+            "it has embeddings of its own, and this package's heads share the target's"
         )
-        if embedding.shape != theirs.shape or not torch.allclose(
-            embedding.float(), theirs, rtol=0.01, atol=1e-3
-        ):
-            raise ValueError(
-                "it has embeddings of its own, and the heads of this package share the target's"
-            )
-    return make, weights
 
 
 def _draft_vocabulary(
     offsets: Tensor | None, vocab_size: int, output: Tensor
 ) -> tuple[int, ...] | None:
-    """The target's numbers of the tokens that a head scores, from d2t; None where it scores all."""
-    numbers = torch.arange(len(output))
+    """Return the target's ids of the tokens that a head scores, or None if it scores all.
+
+    Args:
+        offsets: d2t, the distance from each draft token's id to its id in the target's vocabulary.
+        vocab_size: size of the target's vocabulary.
+        output: the head's output matrix, one row for each token.
+    """
+    draft_ids = torch.arange(len(output))
+    target_ids = draft_ids
     if offsets is not None:
-        if offsets.shape != numbers.shape or offsets.is_floating_point():
+        if offsets.shape != draft_ids.shape or offsets.is_floating_point():
             raise ValueError(
                 f"its d2t has the shape {list(offsets.shape)}, and it scores {len(output)} tokens"
             )
-        numbers = numbers + offsets.long()
+        target_ids = draft_ids + offsets.long()
     elif len(output) != vocab_size:
         raise ValueError(
             f"it scores {len(output)} of {vocab_size} tokens and has no d2t that says which"
         )
-    if numbers.min() < 0 or numbers.max() >= vocab_size:
+
+    if target_ids.min() < 0 or target_ids.max() >= vocab_size:
         raise ValueError(f"its d2t leaves the target's vocabulary of {vocab_size} tokens")
-    return None if torch.equal(numbers, torch.arange(vocab_size)) else tuple(numbers.tolist())
+    if torch.equal(target_ids, torch.arange(vocab_size)):
+        return None
+    return tuple(target_ids.tolist())
 
 
-def _joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An EAGLE-3 head's weights by the names here, in one type."""
+def _joined(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an EAGLE-3 head's weights by this package's names, in one dtype."""
     layer = "layers.0"
-    found = {
-        "query_key_value": torch.cat(
-            [weights.pop(f"{layer}.self_attn.{each}.weight") for each in _QUERY_KEY_VALUE]
-        )
+    # SpecForge's name of the layer.
+    weights = {name.replace("midlayer.", f"{layer}."): value for name, value in weights.items()}
+    query_key_value = [weights.pop(f"{layer}.self_attn.{name}.weight") for name in _QUERY_KEY_VALUE]
+    gate_up = [weights.pop(f"{layer}.mlp.{name}.weight") for name in _GATE_UP]
+    tensors = {
+        "query_key_value": torch.cat(query_key_value),
+        "gate_up": torch.cat(gate_up),
     }
-    found["gate_up"] = torch.cat([weights.pop(f"{layer}.mlp.{each}.weight") for each in _GATE_UP])
-    names = {**_WHOLE, **{f"{layer}.{theirs}": ours for theirs, ours in _LAYER.items()}}
-    for name, value in weights.items():
-        own = name.removesuffix(".weight")
-        found[names.get(own, own.replace("fc_norm.", "layer_norms."))] = value
-    kinds = {value.dtype for value in found.values()}
-    dtype = kinds.pop() if len(kinds) == 1 else torch.float32
-    return {f"network.{name}.weight": value.to(dtype) for name, value in found.items()}
+
+    names = dict(_HEAD_NAMES)
+    for engine_name, name in _EAGLE_LAYER_NAMES.items():
+        names[f"{layer}.{engine_name}"] = name
+    for weight_name, value in weights.items():
+        engine_name = weight_name.removesuffix(".weight")
+        # A name that is neither in the table nor a norm stays, and loading reports it.
+        name = names.get(engine_name, engine_name.replace("fc_norm.", "layer_norms."))
+        tensors[name] = value
+
+    # A network computes in one dtype; files may mix them, such as norms in float32.
+    dtypes = {value.dtype for value in tensors.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return {f"network.{name}.weight": value.to(dtype) for name, value in tensors.items()}
 
 
 def _medusa(
-    config: dict[str, Any], weights: dict[str, Tensor]
+    config: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[Callable[[], Drafter], dict[str, Tensor]]:
-    """How to build heads, and their weights by the names here."""
+    """Return a function that builds Medusa heads, and their weights by this package's names."""
     if "token_map" in weights:
         raise ValueError("its heads score only some tokens (token_map), in an unsupported order")
     weights = {name.removeprefix("medusa_heads."): value for name, value in weights.items()}
-    num_heads, num_blocks = (
-        require_int(f"medusa_{name}", config.get(f"medusa_{name}", config.get(other)), 1, 64)
-        for name, other in _MEDUSA
-    )
+    num_heads = _medusa_count(config, "medusa_num_heads", "num_heads")
+    num_blocks = _medusa_count(config, "medusa_num_layers", "num_hidden_layers")
+
     output = weights[f"0.{num_blocks}.weight"]
     vocab_size, hidden_size = output.shape
-    for i in range(num_heads):
-        for j in range(num_blocks):
-            weights.setdefault(f"{i}.{j}.linear.bias", output.new_zeros(hidden_size))
-    make = partial(
-        MultiTokenDrafter,
+    for head_index in range(num_heads):
+        for block_index in range(num_blocks):
+            # Heads may have no biases, the blocks of this package have.
+            bias_name = f"{head_index}.{block_index}.linear.bias"
+            weights.setdefault(bias_name, output.new_zeros(hidden_size))
+
+    make_drafter = partial(
+        MedusaDrafter,
         num_heads,
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         num_blocks=num_blocks,
     )
-    return make, {f"heads.{name}": value for name, value in weights.items()}
+    return make_drafter, {f"heads.{name}": value for name, value in weights.items()}
+
+
+def _medusa_count(config: Mapping[str, Any], name: str, vllm_name: str) -> int:
+    """Return a number from Medusa's config, or from vLLM's, which has other names."""
+    count = config.get(name, config.get(vllm_name))
+    return require_int(name, count, 1, _MAX_MEDUSA_HEADS)

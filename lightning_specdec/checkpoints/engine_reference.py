@@ -1,6 +1,11 @@
-"""What an engine computes from an exported head, written out plainly: reads files, shares no code with their writer.
+"""What an engine computes from an exported draft, as a second implementation in plain torch.
 
-Shapes: T tokens of a text, N entries, H heads, E size of a head, D hidden size, W tokens of the draft, V of the target.
+It reads the exported files and shares no code with their writer, so that an error of one is noticed
+by the other. Steps are named as in vLLM's models of EAGLE-3, DSpark and Medusa. Everything is
+computed in float64, for one text at a time.
+
+Shapes: T tokens of a text, N entries of a layer, H heads, E size of a head, D hidden size,
+K draft tokens, V vocabulary of the target, W vocabulary of the draft.
 """
 
 from __future__ import annotations
@@ -18,27 +23,32 @@ from torch import Tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float, Int
 
 
 def hidden_states(model: Any, tokens: Sequence[int]) -> list[Float[Tensor, "T D"]]:
-    """The inputs of every layer of a transformers model, and last what its output head reads."""
+    """Return the input of each layer of a transformers model, then the input of its output head."""
     with torch.no_grad():
-        found = model(
-            torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False
-        ).hidden_states
-    return [each[0].double() for each in found]
+        output = model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False)
+    return [states[0].double() for states in output.hidden_states]
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text(encoding="utf-8"))
+
+
+def _read_weights(directory: Path) -> dict[str, Tensor]:
+    weights = load_file(directory / "model.safetensors")
+    return {name: weight.double() for name, weight in weights.items()}
 
 
 class Reference(ABC):
-    """A draft from the config and tensors of its directory."""
+    """A draft, computed from the config and the tensors in its directory."""
 
     def __init__(self, directory: Path) -> None:
-        self.config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        self.weights = {
-            name: value.double()
-            for name, value in load_file(directory / "model.safetensors").items()
-        }
+        self.config = _read_config(directory)
+        self.weights = _read_weights(directory)
+        # speculators nests the sizes of the layers, SpecForge does not.
         self.sizes = self.config.get("transformer_layer_config", self.config)
 
     @abstractmethod
@@ -49,155 +59,268 @@ class Reference(ABC):
         text: Sequence[int],
         num_tokens: int,
     ) -> Float[Tensor, "K V"]:
-        """Scores of the last `num_tokens` of a text, a round's draft tokens; those before are the target's own.
+        """Return the scores of one round's draft tokens, the last `num_tokens` of a text.
 
         Args:
             states: `hidden_states` of the text.
             table: the target's embeddings.
+            text: the tokens of the target, then the draft tokens.
         """
 
-    def _norm(self, states: Tensor, name: str) -> Tensor:
-        scale = (states.square().mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).rsqrt()
-        return states * scale * self.weights[f"{name}.weight"]
+    def _linear(self, states: Float[Tensor, "N _"], name: str) -> Float[Tensor, "N _"]:
+        """Apply a linear layer without bias."""
+        return states @ self.weights[f"{name}.weight"].T
 
-    def _rotated(self, heads: Float[Tensor, "H N E"]) -> Float[Tensor, "H N E"]:
-        size, theta = heads.shape[-1], self.sizes["rope_parameters"]["rope_theta"]
-        speeds = torch.tensor(
-            [theta ** (-2 * i / size) for i in range(size // 2)], dtype=torch.float64
-        )
-        angles = torch.arange(heads.shape[1])[:, None] * speeds
-        turned = torch.view_as_complex(torch.stack(heads.split(size // 2, -1), -1).contiguous())
-        turned = turned * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), -1)
+    def _rms_norm(self, states: Tensor, name: str) -> Tensor:
+        mean_square = states.square().mean(-1, keepdim=True)
+        normalized = states * (mean_square + self.sizes["rms_norm_eps"]).rsqrt()
+        return normalized * self.weights[f"{name}.weight"]
 
-    def _heads(self, states: Float[Tensor, "N D"], layer: str, name: str) -> Float[Tensor, "H N E"]:
-        """Queries, keys or values (q, k, v) of a layer, keys and values as many times as queries share them."""
-        heads, groups = self.sizes["num_attention_heads"], self.sizes["num_key_value_heads"]
-        part = states @ self.weights[f"{layer}.self_attn.{name}_proj.weight"].T
-        part = part.reshape(len(states), heads if name == "q" else groups, -1).transpose(0, 1)
-        return part if name == "q" else part.repeat_interleave(heads // groups, 0)
+    def _rotary_embedding(
+        self, heads: Float[Tensor, "H N E"], first_position: int = 0
+    ) -> Float[Tensor, "H N E"]:
+        """Rotate queries or keys by their positions, which ascend from `first_position`.
 
-    def _behind_attention(
-        self, residual: Tensor, scores: Tensor, values: Tensor, layer: str
+        Coordinates i and i + E / 2 are a pair, which is rotated as one complex number.
+        """
+        _, num_entries, head_size = heads.shape
+        half = head_size // 2
+
+        exponents = torch.arange(half, dtype=torch.float64) / half
+        inverse_frequencies = self.sizes["rope_parameters"]["rope_theta"] ** -exponents
+        positions = torch.arange(first_position, first_position + num_entries)
+        angles = positions[:, None] * inverse_frequencies
+        rotations = torch.polar(torch.ones_like(angles), angles)
+
+        pairs = torch.complex(heads[..., :half], heads[..., half:])
+        rotated = pairs * rotations
+        return torch.cat((rotated.real, rotated.imag), -1)
+
+    def _queries(self, states: Float[Tensor, "N _"], layer: str) -> Float[Tensor, "H N E"]:
+        queries = self._linear(states, f"{layer}.self_attn.q_proj")
+        return self._split_heads(queries, self.sizes["num_attention_heads"])
+
+    def _keys(self, states: Float[Tensor, "N _"], layer: str) -> Float[Tensor, "H N E"]:
+        keys = self._linear(states, f"{layer}.self_attn.k_proj")
+        return self._repeat_heads(self._split_heads(keys, self.sizes["num_key_value_heads"]))
+
+    def _values(self, states: Float[Tensor, "N _"], layer: str) -> Float[Tensor, "H N E"]:
+        values = self._linear(states, f"{layer}.self_attn.v_proj")
+        return self._repeat_heads(self._split_heads(values, self.sizes["num_key_value_heads"]))
+
+    def _split_heads(self, states: Float[Tensor, "N _"], num_heads: int) -> Float[Tensor, "_ N E"]:
+        return states.reshape(len(states), num_heads, -1).transpose(0, 1)
+
+    def _repeat_heads(self, heads: Float[Tensor, "_ N E"]) -> Float[Tensor, "H N E"]:
+        """Repeat keys or values, because several query heads share one of them."""
+        return heads.repeat_interleave(self.sizes["num_attention_heads"] // len(heads), 0)
+
+    def _attention(
+        self,
+        queries: Float[Tensor, "H N E"],
+        keys: Float[Tensor, "H S E"],
+        values: Float[Tensor, "H S E"],
+        mask: Bool[Tensor, "N S"],
+    ) -> Float[Tensor, "N HE"]:
+        """Return scaled dot-product attention, with the heads joined; `mask` is True if visible."""
+        scores = queries @ keys.transpose(1, 2) / math.sqrt(queries.shape[-1])
+        scores = scores.masked_fill(~mask, -torch.inf)
+        probs = scores.softmax(-1)
+        return (probs @ values).transpose(0, 1).flatten(1)
+
+    def _after_attention(
+        self, residual: Float[Tensor, "N D"], attended: Float[Tensor, "N HE"], layer: str
     ) -> Float[Tensor, "N D"]:
-        """A layer's output, given its residual stream, what queries and keys say, and values."""
-        mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
-        hidden = residual + mixed @ self.weights[f"{layer}.self_attn.o_proj.weight"].T
-        inner = self._norm(hidden, f"{layer}.post_attention_layernorm")
-        gate, up, down = (
-            self.weights[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down")
-        )
-        return hidden + (functional.silu(inner @ gate) * (inner @ up)) @ down
+        """Return the output of a Llama layer from its residual stream and its attention."""
+        hidden = residual + self._linear(attended, f"{layer}.self_attn.o_proj")
 
-    def _spread(self, own: Float[Tensor, "K W"], vocab_size: int) -> Float[Tensor, "K V"]:
-        """Logits by the target's numbers."""
+        normed = self._rms_norm(hidden, f"{layer}.post_attention_layernorm")
+        gate = self._linear(normed, f"{layer}.mlp.gate_proj")
+        up = self._linear(normed, f"{layer}.mlp.up_proj")
+        down = self._linear(functional.silu(gate) * up, f"{layer}.mlp.down_proj")
+        return hidden + down
+
+    def _to_target_vocabulary(
+        self, draft_logits: Float[Tensor, "K W"], vocab_size: int
+    ) -> Float[Tensor, "K V"]:
+        """Return the logits by the target's token ids; tokens that the draft lacks have -inf."""
         if "d2t" not in self.weights:
-            return own
-        numbers = torch.arange(own.shape[1]) + self.weights["d2t"].long()
-        return own.new_full((len(own), vocab_size), -torch.inf).index_copy_(1, numbers, own)
+            return draft_logits
+        num_tokens, draft_vocab_size = draft_logits.shape
+        target_ids = torch.arange(draft_vocab_size) + self.weights["d2t"].long()
+        logits = draft_logits.new_full((num_tokens, vocab_size), -torch.inf)
+        logits[:, target_ids] = draft_logits
+        return logits
 
 
 class Eagle3Reference(Reference):
-    """An EAGLE-3 head."""
+    """An EAGLE-3 head: one decoder layer that feeds its output back."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        if self.sizes is not self.config:  # counted as inputs of layers
-            self.layer, self.taps = "layers.0", self.config["eagle_aux_hidden_state_layer_ids"]
-        else:  # counted as their outputs
+        if "transformer_layer_config" in self.config:
+            # speculators counts the inputs of the target's layers.
+            self.layer = "layers.0"
+            self.aux_layers = self.config["eagle_aux_hidden_state_layer_ids"]
+        else:
+            # SpecForge counts their outputs. The output of layer i is the input of layer i + 1.
             self.layer = "midlayer"
-            self.taps = [
-                each + 1 for each in self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-            ]
-        assert sorted(set(self.taps)) == self.taps, "engines sort the layers"
+            output_layers = self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+            self.aux_layers = [layer_index + 1 for layer_index in output_layers]
+        assert sorted(set(self.aux_layers)) == self.aux_layers, "engines sort the layers"
 
-    def _outputs(
-        self, embedded: Float[Tensor, "N D"], features: Float[Tensor, "N D"]
+    def _combine_hidden_states(
+        self, aux_states: list[Float[Tensor, "N D"]]
     ) -> Float[Tensor, "N D"]:
-        normed = self._norm(features, f"{self.layer}.hidden_norm")
-        residual = normed if self.config["norm_before_residual"] else features
-        both = torch.cat((self._norm(embedded, f"{self.layer}.input_layernorm"), normed), -1)
-        queries, keys, values = (self._heads(both, self.layer, name) for name in "qkv")
-        scores = (
-            self._rotated(queries)
-            @ self._rotated(keys).transpose(1, 2)
-            / math.sqrt(queries.shape[-1])
-        )
-        distance = torch.arange(len(both))[:, None] - torch.arange(len(both))
-        window = (
-            self.sizes["sliding_window"]
-            if self.sizes.get("layer_types") == ["sliding_attention"]
-            else len(both)
-        )
-        scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
-        return self._behind_attention(residual, scores, values, self.layer)
+        """Return the head's features: hidden states of several target layers, joined by `fc`."""
+        if self.config["fc_norm"]:
+            aux_states = [
+                self._rms_norm(states, f"fc_norm.{i}") for i, states in enumerate(aux_states)
+            ]
+        return self._linear(torch.cat(aux_states, -1), "fc")
+
+    def _decoder_layer(
+        self, embeddings: Float[Tensor, "N D"], features: Float[Tensor, "N D"]
+    ) -> Float[Tensor, "N D"]:
+        normed_embeddings = self._rms_norm(embeddings, f"{self.layer}.input_layernorm")
+        normed_features = self._rms_norm(features, f"{self.layer}.hidden_norm")
+        residual = normed_features if self.config["norm_before_residual"] else features
+
+        attention_input = torch.cat((normed_embeddings, normed_features), -1)
+        queries = self._rotary_embedding(self._queries(attention_input, self.layer))
+        keys = self._rotary_embedding(self._keys(attention_input, self.layer))
+        values = self._values(attention_input, self.layer)
+        mask = self._causal_mask(len(attention_input))
+        attended = self._attention(queries, keys, values, mask)
+        return self._after_attention(residual, attended, self.layer)
+
+    def _causal_mask(self, num_entries: int) -> Bool[Tensor, "N N"]:
+        positions = torch.arange(num_entries)
+        distance = positions[:, None] - positions
+        mask = distance >= 0
+        if self.sizes.get("layer_types") == ["sliding_attention"]:
+            mask &= distance < self.sizes["sliding_window"]
+        return mask
 
     def logits(
-        self, states: Sequence[Tensor], table: Tensor, text: Sequence[int], num_tokens: int
-    ) -> Tensor:
-        known = len(text) - num_tokens
-        taps = [states[tap][: known - 1] for tap in self.taps]
-        if self.config["fc_norm"]:
-            taps = [self._norm(each, f"fc_norm.{i}") for i, each in enumerate(taps)]
-        features, scored = torch.cat(taps, -1) @ self.weights["fc.weight"].T, []
+        self,
+        states: Sequence[Float[Tensor, "T D"]],
+        table: Float[Tensor, "V D"],
+        text: Sequence[int],
+        num_tokens: int,
+    ) -> Float[Tensor, "K V"]:
+        num_target_tokens = len(text) - num_tokens
+
+        # The target has not read its last token, so its hidden states end one token earlier.
+        aux_states = [
+            states[layer_index][: num_target_tokens - 1] for layer_index in self.aux_layers
+        ]
+        features = self._combine_hidden_states(aux_states)
+
+        draft_logits = []
         for i in range(num_tokens):
-            hidden = self._outputs(table[list(text[1 : known + i])].double(), features)[-1:]
-            normed = self._norm(hidden, "norm")
-            scored.append((normed @ self.weights["lm_head.weight"].T)[0])
-            features = torch.cat((features, normed if self.config["norm_output"] else hidden))
-        return self._spread(torch.stack(scored), len(table))
+            # The feature at token j goes with the embedding of token j + 1.
+            embeddings = table[list(text[1 : num_target_tokens + i])].double()
+            last_hidden = self._decoder_layer(embeddings, features)[-1:]
+            normed_hidden = self._rms_norm(last_hidden, "norm")
+            draft_logits.append(self._linear(normed_hidden, "lm_head")[0])
+
+            # The head's output stands for the hidden states that the target has not computed.
+            next_feature = normed_hidden if self.config["norm_output"] else last_hidden
+            features = torch.cat((features, next_feature))
+        return self._to_target_vocabulary(torch.stack(draft_logits), len(table))
 
 
 class DSparkReference(Reference):
-    """A DSpark draft that samples from its anchor, with as many places as its block has."""
+    """A DSpark draft that samples from its anchor: one pass over a block of masked tokens."""
 
     def logits(
-        self, states: Sequence[Tensor], table: Tensor, text: Sequence[int], num_tokens: int
-    ) -> Tensor:
-        assert self.config["sample_from_anchor"] and not self.sizes["is_causal"]
-        known, size = len(text) - num_tokens, self.config["block_size"]
-        taps = [states[tap][: known - 1] for tap in self.config["aux_hidden_state_layer_ids"]]
-        context = self._norm(torch.cat(taps, -1) @ self.weights["fc.weight"].T, "hidden_norm")
-        block = [text[known - 1], *[self.config["mask_token_id"]] * (size - 1)]
-        hidden = self.weights["embed_tokens.weight"][block]
-        ends = torch.arange(known - 1, known - 1 + size)
-        distance = (ends[:, None] - torch.arange(known - 1 + size)).abs()
-        for number, kind in enumerate(self.sizes["layer_types"]):
-            layer, window = f"layers.{number}", self.sizes.get("sliding_window")
-            normed = self._norm(hidden, f"{layer}.input_layernorm")
-            seen = torch.cat((context, normed))
-            keys, values = (self._heads(seen, layer, name) for name in "kv")
-            keys = self._rotated(self._norm(keys, f"{layer}.self_attn.k_norm"))
-            padded = torch.cat(
-                (torch.zeros_like(context), normed)
-            )  # so that queries have their positions
-            queries = self._norm(self._heads(padded, layer, "q"), f"{layer}.self_attn.q_norm")
-            scores = (
-                self._rotated(queries)[:, -size:] @ keys.transpose(1, 2) / math.sqrt(keys.shape[-1])
-            )
-            if kind == "sliding_attention":
-                scores = scores.masked_fill(distance >= window, -torch.inf)
-            hidden = self._behind_attention(hidden, scores, values, layer)
-        scored = self._norm(hidden, "norm")[:num_tokens] @ self.weights["lm_head.weight"].T
-        before = self.weights["markov_head.markov_w1.weight"][list(text[known - 1 : -1])]
-        return self._spread(
-            scored + before @ self.weights["markov_head.markov_w2.weight"].T, len(table)
-        )
+        self,
+        states: Sequence[Float[Tensor, "T D"]],
+        table: Float[Tensor, "V D"],
+        text: Sequence[int],
+        num_tokens: int,
+    ) -> Float[Tensor, "K V"]:
+        assert self.config["sample_from_anchor"], "the anchor scores the first draft token"
+        assert not self.sizes["is_causal"], "the tokens of a block see each other"
+        num_target_tokens = len(text) - num_tokens
+        anchor = text[num_target_tokens - 1]
+
+        context = self._context(states, num_target_tokens - 1)
+        hidden = self._block_embeddings(anchor)
+        for layer_index in range(len(self.sizes["layer_types"])):
+            hidden = self._decoder_layer(layer_index, hidden, context)
+        normed = self._rms_norm(hidden, "norm")[:num_tokens]
+
+        # The Markov head adds a bias that depends on the token before each draft token.
+        previous_tokens = text[num_target_tokens - 1 : -1]
+        draft_logits = self._linear(normed, "lm_head") + self._markov_bias(previous_tokens)
+        return self._to_target_vocabulary(draft_logits, len(table))
+
+    def _context(
+        self, states: Sequence[Float[Tensor, "T D"]], num_tokens: int
+    ) -> Float[Tensor, "N D"]:
+        """Return what the block sees of the target: one feature for each token that it has read."""
+        layers = self.config["aux_hidden_state_layer_ids"]
+        aux_states = [states[layer_index][:num_tokens] for layer_index in layers]
+        combined = self._linear(torch.cat(aux_states, -1), "fc")
+        return self._rms_norm(combined, "hidden_norm")
+
+    def _block_embeddings(self, anchor: int) -> Float[Tensor, "N D"]:
+        """Return the embeddings of a block: the target's last token, then masks."""
+        num_masks = self.config["block_size"] - 1
+        tokens = [anchor] + [self.config["mask_token_id"]] * num_masks
+        return self.weights["embed_tokens.weight"][tokens]
+
+    def _decoder_layer(
+        self, layer_index: int, hidden: Float[Tensor, "N D"], context: Float[Tensor, "T D"]
+    ) -> Float[Tensor, "N D"]:
+        layer = f"layers.{layer_index}"
+        normed = self._rms_norm(hidden, f"{layer}.input_layernorm")
+
+        # Queries are of the block only, keys and values of the context too.
+        queries = self._queries(normed, layer)
+        queries = self._rms_norm(queries, f"{layer}.self_attn.q_norm")
+        queries = self._rotary_embedding(queries, first_position=len(context))
+
+        context_and_block = torch.cat((context, normed))
+        keys = self._keys(context_and_block, layer)
+        keys = self._rms_norm(keys, f"{layer}.self_attn.k_norm")
+        keys = self._rotary_embedding(keys)
+        values = self._values(context_and_block, layer)
+
+        query_positions = torch.arange(len(context), len(context) + len(hidden))
+        key_positions = torch.arange(len(context_and_block))
+        mask = self._block_mask(layer_index, query_positions, key_positions)
+        attended = self._attention(queries, keys, values, mask)
+        return self._after_attention(hidden, attended, layer)
+
+    def _block_mask(
+        self, layer_index: int, query_positions: Int[Tensor, "N"], key_positions: Int[Tensor, "S"]
+    ) -> Bool[Tensor, "N S"]:
+        """Return which keys a block's tokens see: all, or those within a window on either side."""
+        distance = (query_positions[:, None] - key_positions).abs()
+        if self.sizes["layer_types"][layer_index] == "sliding_attention":
+            return distance < self.sizes["sliding_window"]
+        return torch.ones_like(distance, dtype=torch.bool)
+
+    def _markov_bias(self, previous_tokens: Sequence[int]) -> Float[Tensor, "K W"]:
+        embeddings = self.weights["markov_head.markov_w1.weight"][list(previous_tokens)]
+        return self._linear(embeddings, "markov_head.markov_w2")
 
 
 def medusa_logits(directory: Path, hidden: Float[Tensor, "T D"]) -> Float[Tensor, "H T W"]:
-    """What each of Medusa's heads scores from the target's last hidden states."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    weights = {
-        name: value.double() for name, value in load_file(directory / "model.safetensors").items()
-    }
-    found, depth = [], config["medusa_num_layers"]
-    for head in range(config["medusa_num_heads"]):
+    """Return what each of Medusa's heads scores from the target's last hidden states."""
+    config = _read_config(directory)
+    weights = _read_weights(directory)
+    num_blocks = config["medusa_num_layers"]
+
+    head_logits = []
+    for head_index in range(config["medusa_num_heads"]):
         states = hidden
-        for i in range(depth):
-            linear = (
-                states @ weights[f"{head}.{i}.linear.weight"].T + weights[f"{head}.{i}.linear.bias"]
-            )
+        for block_index in range(num_blocks):
+            block = f"{head_index}.{block_index}.linear"
+            linear = states @ weights[f"{block}.weight"].T + weights[f"{block}.bias"]
             states = states + functional.silu(linear)
-        found.append(states @ weights[f"{head}.{depth}.weight"].T)
-    return torch.stack(found)
+        head_logits.append(states @ weights[f"{head_index}.{num_blocks}.weight"].T)
+    return torch.stack(head_logits)

@@ -1,22 +1,22 @@
-"""A draft <-> the engines that serve it: write a directory that vLLM, SGLang, llama.cpp or transformers loads.
+"""Export a draft to a directory that vLLM, SGLang, llama.cpp or transformers loads.
 
-A directory takes its name only once it was read back by other code (`engine_reference`), and what that computes from
-the target's own hidden states was compared with what this package drafts.
+The directory appears only after it was read back by a second implementation (`engine_reference`),
+and the logits computed from it were compared with this package's.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import yaml
 from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
@@ -34,6 +34,7 @@ from lightning_specdec.checkpoints.networks import FLOATS
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.files import new_directory
 from lightning_specdec.config.models import ENGINES
+from lightning_specdec.config.yaml_text import check_yaml
 from lightning_specdec.drafters import (
     BlockDrafter,
     CrossVocabulary,
@@ -41,8 +42,8 @@ from lightning_specdec.drafters import (
     DraftRequest,
     EagleDrafter,
     EarlyExitDrafter,
+    MedusaDrafter,
     ModelDrafter,
-    MultiTokenDrafter,
     NGramDrafter,
     NGramWithFallback,
     StagedDrafter,
@@ -55,26 +56,44 @@ from lightning_specdec.models.model_config import quiet
 from lightning_specdec.models.safetensors_file import SINGLE
 from lightning_specdec.rules import Sampling
 
-_RUN: dict[str, tuple[type[Drafter], ...]] = {
-    "vllm": (EagleDrafter, MultiTokenDrafter, ModelDrafter),
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+_RAN_IN_ENGINE: dict[str, tuple[type[Drafter], ...]] = {
+    "vllm": (EagleDrafter, MedusaDrafter, ModelDrafter),
     "llama.cpp": (EagleDrafter,),
     "transformers": (ModelDrafter,),
 }
-"""Drafts that ran in the engine itself (docs/serve.md); of others, what the engine computes was compared."""
-_CLOSE = 1e-3
-"""Largest difference of logits, relative to the largest logit."""
-_STEPS = 4
-"""Draft tokens that are compared behind each text."""
+"""Drafts that were run in the engine itself (docs/serve.md); of others only logits are compared."""
+_NO_ENGINE: dict[type[Drafter], str] = {
+    NGramWithFallback: "no engine alternates between lookup and a draft: "
+    "export the draft alone, without --drafter",
+    StagedDrafter: "no engine lets a draft have a draft: export one of the stages as a draft model",
+    EarlyExitDrafter: "no engine drafts with the target's first layers, "
+    "which would have to share their state",
+    NGramDrafter: "lookup has no weights, and engines have their own (vLLM's method ngram, "
+    "transformers' prompt_lookup_num_tokens)",
+}
+"""Why no engine can run these drafts."""
+_TOLERANCE = 1e-3
+"""Largest accepted difference between logits, relative to the largest logit."""
+_NUM_COMPARED_TOKENS = 4
+"""Draft tokens that are compared after each text."""
+_DEFAULT_DRAFT_TOKENS = 3
+_MIN_TEXT_LENGTH = 3
+_MAX_CARD_CHARACTERS = 2**20
+_MAX_LICENSE_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """A directory that was written.
 
     Args:
-        directory: where.
-        commands: what serves the target with it, line by line.
-        difference: the largest difference from this package's logits, relative to the largest logit.
+        directory: its path.
+        commands: lines of shell or Python that serve the target with the draft.
+        difference: the largest difference between logits, relative to the largest logit.
         num_compared: rows of logits that were compared.
         loaded: whether such directories were run in the engine itself, see docs/serve.md.
     """
@@ -84,23 +103,6 @@ class Exported:
     difference: float
     num_compared: int
     loaded: bool
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How a draft is written for an engine, compared (its logits here and there), and served.
-
-    Args:
-        methods: what each engine calls this kind of draft.
-        window: draft tokens of a round to recommend.
-        crossed: whether the draft has another vocabulary.
-    """
-
-    write: Callable[[Path], None]
-    compare: Callable[[Path, list[list[int]]], list[tuple[Tensor, Tensor]]]
-    methods: Mapping[str, str]
-    window: int
-    crossed: bool = False
 
 
 def export(
@@ -114,21 +116,56 @@ def export(
     num_draft_tokens: int | None = None,
     dtype: str | None = None,
 ) -> Exported:
-    """Write a draft as a directory that an engine loads: whole and compared, or not at all.
+    """Write a draft as a directory that an engine loads: complete and compared, or not at all.
 
     Args:
-        output: the directory, which must not be there yet.
+        output: the directory, which must not exist yet.
         engine: one of `ENGINES`.
-        texts: tokens of the target, behind which drafts are compared; random ones when there are none.
+        texts: tokens of the target, after which drafts are compared; by default random tokens.
         recipe: how the draft was trained, for the model card.
-        num_draft_tokens: window to recommend; by default the recipe's, else 3.
-        dtype: what the weights are stored in; by default as they are.
+        num_draft_tokens: draft tokens per round to recommend; by default the recipe's, else 3.
+        dtype: dtype of the stored weights; by default unchanged.
 
     Raises:
-        ValueError: the engine cannot run such a draft, or computes something else from it.
+        ValueError: the engine cannot run such a draft, or would compute something else from it.
         OSError: the directory cannot be written.
     """
     recipe = portable(dict(recipe or {}))
+    _check_arguments(target, engine, dtype)
+    drafter.check_target(target)
+
+    # A copy, so that the caller's draft keeps its dtype.
+    stored_drafter = deepcopy(drafter).eval()
+    if dtype is not None:
+        for weight in stored_drafter.parameters():
+            weight.data = weight.data.to(FLOATS[dtype])
+    window = num_draft_tokens or recipe.get("num_draft_tokens") or _DEFAULT_DRAFT_TOKENS
+    draft_export = _choose_export(stored_drafter, target, engine, window)
+    texts = _texts_to_compare(texts, target)
+
+    try:
+        with new_directory(output) as folder:
+            draft_export.write(folder)
+            _write_note(folder, target, draft_export.num_draft_tokens)
+
+            pairs = draft_export.compare(folder, texts)
+            difference = _check_difference(pairs)
+            exported = Exported(
+                directory=output,
+                commands=_commands(draft_export, output),
+                difference=difference,
+                num_compared=sum(len(logits) for logits, _ in pairs),
+                loaded=isinstance(stored_drafter, _RAN_IN_ENGINE.get(engine, ())),
+            )
+            card = _model_card(exported, draft_export, recipe)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+    except SafetensorError as error:
+        # safetensors raises its own error when a disk is full.
+        raise OSError(f"{output} cannot be written: {error}") from error
+    return exported
+
+
+def _check_arguments(target: object, engine: str, dtype: str | None) -> None:
     if engine not in ENGINES:
         raise ValueError(f"format must be one of {', '.join(ENGINES)}, got {engine!r}")
     if dtype is not None and dtype not in FLOATS:
@@ -139,354 +176,543 @@ def export(
         raise ValueError(
             f"engines serve models of transformers, and the target is a {type(target).__name__}"
         )
-    drafter.check_target(target)
-    window = num_draft_tokens or recipe.get("num_draft_tokens") or 3
-    stored = deepcopy(drafter).eval()
-    for weight in stored.parameters() if dtype is not None else ():
-        weight.data = weight.data.to(FLOATS[dtype])  # type: ignore[index]
-    place = target.origin.source if target.origin is not None else "TARGET"
-    plan = _plan(stored, target, engine, window, place)
-    commands = _commands(plan, engine, place, output)
-    longest = (target.max_positions or 2**20) - _STEPS
-    known = [list(text)[:longest] for text in texts or _random_texts(target)]
-    try:
-        with new_directory(output) as folder:
-            plan.write(folder)
-            made_for = portable(TargetReference.of(target).to_dict())
-            _write_json(
-                folder / engine_heads.ORIGIN, {"target": made_for, "num_draft_tokens": plan.window}
-            )
-            pairs = plan.compare(folder, [text for text in known if len(text) > 2])
-            difference = max(_difference(*pair) for pair in pairs)
-            if not difference < _CLOSE:
-                raise ValueError(
-                    f"read back, the draft scores other tokens than here (by {difference:.2g} of the largest logit), "
-                    "and nothing was written: report this with the draft's settings"
-                )
-            count = sum(len(ours) for ours, _ in pairs)
-            loaded = isinstance(stored, _RUN.get(engine, ()))
-            made = Exported(output, commands, difference, count, loaded)
-            (folder / "README.md").write_text(
-                _card(made, stored, target, engine, recipe), encoding="utf-8"
-            )
-    except SafetensorError as error:
-        raise OSError(f"{output} cannot be written: {error}") from error
-    return made
 
 
-def _plan(stored: Drafter, target: HuggingFaceLM, engine: str, window: int, place: str) -> _Plan:
-    """How to write this draft for that engine; ValueError where the engine cannot run it."""
-    name = type(stored).__name__
-    for kind, reason in _NO_ENGINE.items():
-        if isinstance(stored, kind):
-            raise ValueError(f"{engine} cannot run this {name}: {reason}")
-    if isinstance(stored, FeatureDrafter) and (lacks := _lacks(stored, target, engine)):
-        raise ValueError(f"{engine} cannot run this {name}: {'; '.join(lacks)}")
-    if isinstance(stored, EagleDrafter):
-        return _eagle_plan(stored, target, engine, window, place)
-    if isinstance(stored, BlockDrafter):
-        return _block_plan(stored, target, place)
-    if isinstance(stored, MultiTokenDrafter):
-        if engine != "vllm":
-            raise ValueError(f"{engine} cannot run this {name}: it has no Medusa heads; vllm has")
-        if stored.draft_vocabulary is not None:
-            raise ValueError(
-                f"vllm cannot run this {name}: its heads must score all tokens, train them without draft_vocabulary"
-            )
-        return _medusa_plan(stored, target)
-    model = stored.model if isinstance(stored, CrossVocabulary | ModelDrafter) else None
-    if not isinstance(model, HuggingFaceLM):
-        raise ValueError(
-            f"{engine} cannot run this {name}: it loads models of transformers and heads alone"
-        )
-    if isinstance(stored, CrossVocabulary) and engine in ("sglang", "llama.cpp"):
-        raise ValueError(
-            f"{engine} cannot run this {name}: the draft needs the target's vocabulary there"
-        )
-    return _model_plan(stored, model, target, engine, window)
-
-
-_NO_ENGINE: dict[type[Drafter], str] = {
-    NGramWithFallback: "no engine takes turns between lookup and a draft: export the draft alone, without --drafter",
-    StagedDrafter: "no engine has a draft's draft: export one of the stages as a draft model",
-    EarlyExitDrafter: "no engine drafts with the target's first layers, which would have to share their state",
-    NGramDrafter: "lookup has no weights, and engines have their own (vLLM's method ngram, transformers' "
-    "prompt_lookup_num_tokens)",
-}
-
-
-def _lacks(stored: FeatureDrafter, target: HuggingFaceLM, engine: str) -> list[str]:
-    """Why an engine cannot run a draft on the target's hidden states."""
-    own, lacks = stored.settings, []
-    if max(own.feature_layers) == (target.num_layers or 0) - 1:
-        lacks.append(
-            "it reads the target's last layer behind the final norm, engines read it before: train without it"
-        )
-    if len(set(own.feature_layers)) < len(own.feature_layers):
-        lacks.append("it reads a layer twice: train with different ones")
-    if isinstance(stored, BlockDrafter):
-        if engine != "vllm":
-            lacks.append("it has no block drafters with a Markov head; vllm has")
-        if own.feature_norms:
-            lacks.append(
-                "DSpark joins the target's hidden states without norms: train with feature_norms: false"
-            )
-        return lacks
-    if engine == "transformers":
-        lacks.append("assisted generation takes language models alone: export a draft model")
-    if engine in ("sglang", "llama.cpp") and len(own.feature_layers) != 3:
-        lacks.append("it must read three layers: train with three")
-    if engine == "llama.cpp":
-        wants = {
-            "feature_norms: false": own.feature_norms,
-            "norm_output: false": own.norm_output,
-            "no attention_window": own.attention_window is not None,
-        }
-        if needed := [how for how, missing in wants.items() if missing]:
-            lacks.append(
-                f"it runs plain EAGLE-3 alone: train with {' and '.join(needed)}, norms cannot be folded"
-            )
-    return lacks
-
-
-def _eagle_plan(
-    stored: EagleDrafter, target: HuggingFaceLM, engine: str, window: int, place: str
-) -> _Plan:
-    nested = engine != "sglang"
-
-    def write(folder: Path) -> None:
-        config = engine_heads.eagle_config(stored, place, window, nested=nested)
-        _write(
-            folder, config, engine_heads.eagle_tensors(stored, "layers.0" if nested else "midlayer")
-        )
-
-    methods = {"vllm": "eagle3", "sglang": "EAGLE3", "llama.cpp": "draft-eagle3"}
-    return _Plan(write, partial(_compare, stored, target, Eagle3Reference), methods, window)
-
-
-@torch.inference_mode()
-def _compare(
-    stored: FeatureDrafter,
-    target: HuggingFaceLM,
-    kind: type[Reference],
-    folder: Path,
-    texts: list[list[int]],
-) -> list[tuple[Tensor, Tensor]]:
-    """What is drafted behind each text, scored here and from the directory."""
-    precise, model, reference, pairs = (
-        deepcopy(stored).float(),
-        target.in_float32(),
-        kind(folder),
-        [],
-    )
-    table = model.embeddings(torch.arange(model.vocab_size)[None])[0]
-    for text in texts:
-        tokens, ours = _drafted(precise, model, text)
-        whole = [*text, *tokens]
-        pairs.append(
-            (ours, reference.logits(hidden_states(model.model, whole), table, whole, len(tokens)))
-        )
-    return pairs
-
-
-def _block_plan(stored: BlockDrafter, target: HuggingFaceLM, place: str) -> _Plan:
-    def write(folder: Path) -> None:
-        table = target.embeddings(torch.arange(target.vocab_size, device=target.device)[None])[
-            0
-        ].detach()
-        _write(
-            folder,
-            engine_heads.block_config(stored, place),
-            engine_heads.block_tensors(stored, table),
-        )
-
-    whole = deepcopy(stored)
-    whole.settings = replace(whole.settings, min_confidence=0.0)  # so that no place is left out
-    compare = partial(_compare, whole, target, DSparkReference)
-    return _Plan(
-        write, compare, {"vllm": "dspark"}, stored.settings.block_size
-    )  # vLLM computes all that it drafts
-
-
-def _medusa_plan(stored: MultiTokenDrafter, target: HuggingFaceLM) -> _Plan:
-    def write(folder: Path) -> None:
-        _write(folder, *engine_heads.medusa_files(stored))
-
-    @torch.inference_mode()
-    def compare(folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        precise, model, pairs = deepcopy(stored).float(), target.in_float32(), []
-        for text in texts:
-            layer = precise.features(model)[0]
-            own = model(torch.tensor([text]), features=(layer,)).features[layer][0]
-            ours = torch.cat([precise.logits(i, own) for i in range(precise.settings.num_heads)])
-            pairs.append(
-                (ours, medusa_logits(folder, hidden_states(model.model, text)[-1]).flatten(0, 1))
-            )
-        return pairs
-
-    return _Plan(write, compare, {"vllm": "medusa"}, stored.settings.num_heads)
-
-
-def _model_plan(
-    stored: Drafter, model: HuggingFaceLM, target: HuggingFaceLM, engine: str, window: int
-) -> _Plan:
-    tokenizer: Any = model.tokenizer or (
-        None if isinstance(stored, CrossVocabulary) else target.tokenizer
-    )
-    if not hasattr(tokenizer, "tokenizer"):
-        raise ValueError(
-            f"{engine} cannot run this {type(stored).__name__}: it needs a tokenizer of transformers"
-        )
-
-    def write(folder: Path) -> None:
-        with quiet():
-            model.model.save_pretrained(folder)
-            tokenizer.tokenizer.save_pretrained(folder)
-
-    @torch.inference_mode()
-    def compare(folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        from transformers import AutoModelForCausalLM
-
-        with quiet():
-            loaded = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True
-            )
-        precise = model.in_float32()
-        rows = [torch.tensor([[token % model.vocab_size for token in text]]) for text in texts]
-        return [(precise(row).logits[0], loaded(row).logits[0]) for row in rows]
-
-    methods = {"vllm": "draft_model", "sglang": "STANDALONE"}
-    return _Plan(write, compare, methods, window, isinstance(stored, CrossVocabulary))
-
-
-def _drafted(
-    drafter: FeatureDrafter, model: HuggingFaceLM, text: list[int]
-) -> tuple[list[int], Tensor]:
-    """The draft behind a text of which the target has read all but the last token, and its logits."""
-    state = model.init_state(1, len(text) + _STEPS)
-    memory = drafter.init_state(1, len(text) + _STEPS, TargetContext(model, state))
-    features = tuple(drafter.features(model))
-    output = model(torch.tensor([text[:-1]]), state, logits_for=slice(-1, None), features=features)
-    drafter.observe(memory, output, [0])
-    tail = last_two([text], model.device)
-    request = DraftRequest([text], tail, None, wants_logits=True, vocab_size=model.vocab_size)
-    draft = drafter.propose(memory, request, [_STEPS], Sampling())
-    assert draft.logits is not None
-    return draft.tokens[0].tolist(), draft.logits[0]
-
-
-def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest logit; infinite where one scores what the other does not."""
-    finite = theirs.isfinite()
-    if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), finite):
-        return float("inf")
-    apart = (ours.double() - theirs.double())[finite].abs().max()
-    return float(apart / theirs[finite].abs().max().clamp_min(1e-9))
+def _texts_to_compare(texts: Sequence[Sequence[int]], target: HuggingFaceLM) -> list[list[int]]:
+    """Return texts that leave room for draft tokens; random ones if there are none."""
+    if not texts:
+        texts = _random_texts(target)
+    max_length = (target.max_positions or 2**20) - _NUM_COMPARED_TOKENS
+    cut_texts = [list(text)[:max_length] for text in texts]
+    return [text for text in cut_texts if len(text) >= _MIN_TEXT_LENGTH]
 
 
 def _random_texts(target: HuggingFaceLM) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randint(target.vocab_size, (length,), generator=generator).tolist()
-        for length in (5, 40, 170)
-    ]
+    texts = []
+    for length in (5, 40, 170):
+        tokens = torch.randint(target.vocab_size, (length,), generator=generator)
+        texts.append(tokens.tolist())
+    return texts
 
 
-def _write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+def _check_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the largest difference between the logits of both sides; ValueError if too large."""
+    difference = max(_relative_difference(ours, theirs) for ours, theirs in pairs)
+    # Written so that NaN fails too.
+    if not difference < _TOLERANCE:
+        raise ValueError(
+            "read back, the draft scores other tokens than here (by "
+            f"{difference:.2g} of the largest logit), and nothing was written: "
+            "report this with the draft's settings"
+        )
+    return difference
+
+
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference, relative to the largest logit.
+
+    It is infinite if one side scores tokens that the other does not.
+    """
+    # Tokens outside a reduced draft vocabulary have -inf on both sides.
+    is_finite = theirs.isfinite()
+    if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), is_finite):
+        return float("inf")
+    largest_difference = (ours.double() - theirs.double())[is_finite].abs().max()
+    largest_logit = theirs[is_finite].abs().max().clamp_min(1e-9)
+    return float(largest_difference / largest_logit)
+
+
+def _choose_export(
+    drafter: Drafter, target: HuggingFaceLM, engine: str, num_draft_tokens: int
+) -> _Export:
+    """Return the export of this draft for that engine.
+
+    Raises:
+        ValueError: the engine cannot run the draft.
+    """
+    refusal = f"{engine} cannot run this {type(drafter).__name__}"
+    for drafter_class, reason in _NO_ENGINE.items():
+        if isinstance(drafter, drafter_class):
+            raise ValueError(f"{refusal}: {reason}")
+
+    if isinstance(drafter, FeatureDrafter):
+        obstacles = _obstacles(drafter, target, engine)
+        if obstacles:
+            raise ValueError(f"{refusal}: {'; '.join(obstacles)}")
+    if isinstance(drafter, EagleDrafter):
+        return _EagleExport(drafter, target, engine, num_draft_tokens)
+    if isinstance(drafter, BlockDrafter):
+        # vLLM computes the complete block whatever the number of draft tokens.
+        return _BlockExport(drafter, target, engine, drafter.settings.block_size)
+
+    if isinstance(drafter, MedusaDrafter):
+        if engine != "vllm":
+            raise ValueError(f"{refusal}: it has no Medusa heads; vllm has")
+        if drafter.draft_vocabulary is not None:
+            raise ValueError(
+                f"{refusal}: its heads must score all tokens, train them without draft_vocabulary"
+            )
+        return _MedusaExport(drafter, target, engine, drafter.settings.num_heads)
+
+    if not isinstance(drafter, CrossVocabulary | ModelDrafter) or not isinstance(
+        drafter.model, HuggingFaceLM
+    ):
+        raise ValueError(f"{refusal}: it loads only models of transformers and heads")
+    if isinstance(drafter, CrossVocabulary) and engine in ("sglang", "llama.cpp"):
+        raise ValueError(f"{refusal}: there the draft needs the target's vocabulary")
+    return _ModelExport(drafter, target, engine, num_draft_tokens)
+
+
+def _obstacles(drafter: FeatureDrafter, target: HuggingFaceLM, engine: str) -> list[str]:
+    """Return why an engine cannot run a draft that reads the target's hidden states."""
+    feature_layers = drafter.settings.feature_layers
+    obstacles = []
+    if max(feature_layers) == (target.num_layers or 0) - 1:
+        obstacles.append(
+            "it reads the target's last layer after the final norm, engines read it before: "
+            "train without it"
+        )
+    if len(set(feature_layers)) < len(feature_layers):
+        obstacles.append("it reads a layer twice: train with different ones")
+
+    if isinstance(drafter, BlockDrafter):
+        if engine != "vllm":
+            obstacles.append("it has no block drafters with a Markov head; vllm has")
+        if drafter.settings.feature_norms:
+            obstacles.append(
+                "DSpark joins the target's hidden states without norms: "
+                "train with feature_norms: false"
+            )
+        return obstacles
+
+    if engine == "transformers":
+        obstacles.append("assisted generation takes only language models: export a draft model")
+    if engine in ("sglang", "llama.cpp") and len(feature_layers) != 3:
+        obstacles.append("it must read three layers: train with three")
+    if engine == "llama.cpp":
+        needed_settings = _settings_for_llama_cpp(drafter)
+        if needed_settings:
+            obstacles.append(
+                f"it runs only plain EAGLE-3: train with {' and '.join(needed_settings)}, "
+                "norms cannot be folded"
+            )
+    return obstacles
+
+
+def _settings_for_llama_cpp(drafter: FeatureDrafter) -> list[str]:
+    """Return the settings that a head must be trained with instead of its own."""
+    settings = drafter.settings
+    needed = []
+    if settings.feature_norms:
+        needed.append("feature_norms: false")
+    if settings.norm_output:
+        needed.append("norm_output: false")
+    if settings.attention_window is not None:
+        needed.append("no attention_window")
+    return needed
+
+
+class _Export(ABC):
+    """How a kind of draft is written, compared with what an engine computes, and served.
+
+    Args:
+        drafter: the draft, with weights in the dtype to store.
+        target: the model that it drafts for.
+        engine: one of `ENGINES`.
+        num_draft_tokens: draft tokens per round to recommend.
+    """
+
+    kind: ClassVar[str]
+    """The method's usual name, a tag of the model card."""
+    methods: ClassVar[Mapping[str, str]]
+    """What each engine calls this kind of draft."""
+
+    def __init__(
+        self, drafter: Any, target: HuggingFaceLM, engine: str, num_draft_tokens: int
+    ) -> None:
+        self.drafter = drafter
+        self.target = target
+        self.engine = engine
+        self.num_draft_tokens = num_draft_tokens
+
+    @property
+    def target_source(self) -> str:
+        """The target's directory or Hub name; a placeholder if it was not loaded from files."""
+        return "TARGET" if self.target.origin is None else self.target.origin.source
+
+    @property
+    def has_other_vocabulary(self) -> bool:
+        """Whether the draft's vocabulary differs from the target's."""
+        return isinstance(self.drafter, CrossVocabulary)
+
+    @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write the config and the weights."""
+
+    @abstractmethod
+    def compare(self, folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+        """Return logits for each text, computed by this package and from the written files."""
+
+
+class _FeatureExport(_Export):
+    """Drafts that read the target's hidden states."""
+
+    reference: ClassVar[type[Reference]]
+
+    def float32_drafter(self) -> FeatureDrafter:
+        """Return the draft in the dtype that logits are compared in."""
+        return deepcopy(self.drafter).float()
+
+    @torch.inference_mode()
+    def compare(self, folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+        drafter = self.float32_drafter()
+        target = self.target.in_float32()
+        reference = self.reference(folder)
+        table = _embedding_table(target)
+
+        pairs = []
+        for text in texts:
+            draft_tokens, ours = _draft_after(text, drafter, target)
+            drafted_text = [*text, *draft_tokens]
+            states = hidden_states(target.model, drafted_text)
+            theirs = reference.logits(states, table, drafted_text, len(draft_tokens))
+            pairs.append((ours, theirs))
+        return pairs
+
+
+def _embedding_table(model: HuggingFaceLM) -> Float[Tensor, "V D"]:
+    """Return the embeddings of all tokens."""
+    tokens = torch.arange(model.vocab_size, device=model.device)
+    return model.embeddings(tokens[None])[0].detach()
+
+
+def _draft_after(
+    text: list[int], drafter: FeatureDrafter, target: HuggingFaceLM
+) -> tuple[list[int], Float[Tensor, "K V"]]:
+    """Return the draft tokens after a text, and their logits.
+
+    As in decoding, the target has read all tokens of the text but the last one.
+    """
+    max_length = len(text) + _NUM_COMPARED_TOKENS
+    target_state = target.init_state(1, max_length)
+    draft_state = drafter.init_state(1, max_length, TargetContext(target, target_state))
+
+    output = target(
+        torch.tensor([text[:-1]]),
+        target_state,
+        logits_for=slice(-1, None),
+        features=tuple(drafter.features(target)),
+    )
+    drafter.observe(draft_state, output, [0])
+
+    request = DraftRequest(
+        [text],
+        last_two([text], target.device),
+        None,
+        wants_logits=True,
+        vocab_size=target.vocab_size,
+    )
+    draft = drafter.propose(draft_state, request, [_NUM_COMPARED_TOKENS], Sampling())
+    assert draft.logits is not None
+    return draft.tokens[0].tolist(), draft.logits[0]
+
+
+class _EagleExport(_FeatureExport):
+    kind = "eagle3"
+    methods = {"vllm": "eagle3", "sglang": "EAGLE3", "llama.cpp": "draft-eagle3"}
+    reference = Eagle3Reference
+
+    def write(self, folder: Path) -> None:
+        # SGLang reads SpecForge's names, the others those of speculators.
+        is_nested = self.engine != "sglang"
+        layer = "layers.0" if is_nested else "midlayer"
+        config = engine_heads.eagle_config(
+            self.drafter, self.target_source, self.num_draft_tokens, nested=is_nested
+        )
+        _write_draft(folder, config, engine_heads.eagle_tensors(self.drafter, layer))
+
+
+class _BlockExport(_FeatureExport):
+    kind = "dspark"
+    methods = {"vllm": "dspark"}
+    reference = DSparkReference
+
+    def write(self, folder: Path) -> None:
+        config = engine_heads.block_config(self.drafter, self.target_source)
+        table = _embedding_table(self.target)
+        _write_draft(folder, config, engine_heads.block_tensors(self.drafter, table))
+
+    def float32_drafter(self) -> FeatureDrafter:
+        drafter = super().float32_drafter()
+        # Low confidence would end a draft early, and all its logits are to be compared.
+        drafter.settings = replace(drafter.settings, min_confidence=0.0)
+        return drafter
+
+
+class _MedusaExport(_Export):
+    kind = "medusa"
+    methods = {"vllm": "medusa"}
+
+    def write(self, folder: Path) -> None:
+        config, tensors = engine_heads.medusa_files(self.drafter)
+        _write_draft(folder, config, tensors)
+
+    @torch.inference_mode()
+    def compare(self, folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+        drafter = deepcopy(self.drafter).float()
+        target = self.target.in_float32()
+        layer = drafter.features(target)[0]
+
+        pairs = []
+        for text in texts:
+            output = target(torch.tensor([text]), features=(layer,))
+            hidden = output.features[layer][0]
+            head_logits = [drafter.logits(i, hidden) for i in range(drafter.settings.num_heads)]
+            ours = torch.cat(head_logits)
+
+            last_states = hidden_states(target.model, text)[-1]
+            theirs = medusa_logits(folder, last_states).flatten(0, 1)
+            pairs.append((ours, theirs))
+        return pairs
+
+
+class _ModelExport(_Export):
+    """A draft model of transformers, with its tokenizer."""
+
+    kind = "draft-model"
+    methods = {"vllm": "draft_model", "sglang": "STANDALONE"}
+
+    def __init__(
+        self, drafter: Any, target: HuggingFaceLM, engine: str, num_draft_tokens: int
+    ) -> None:
+        super().__init__(drafter, target, engine, num_draft_tokens)
+        self.model: HuggingFaceLM = drafter.model
+        tokenizer: Any = self.model.tokenizer
+        if tokenizer is None and not self.has_other_vocabulary:
+            tokenizer = target.tokenizer
+        if not hasattr(tokenizer, "tokenizer"):
+            raise ValueError(
+                f"{engine} cannot run this {type(drafter).__name__}: "
+                "it needs a tokenizer of transformers"
+            )
+        self.tokenizer = tokenizer.tokenizer
+
+    def write(self, folder: Path) -> None:
+        with quiet():
+            self.model.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
+    @torch.inference_mode()
+    def compare(self, folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+        from transformers import AutoModelForCausalLM
+
+        with quiet():
+            written_model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True
+            )
+        model = self.model.in_float32()
+
+        pairs = []
+        for text in texts:
+            # The texts are of the target's tokens, of which the draft may have fewer.
+            tokens = torch.tensor([[token % model.vocab_size for token in text]])
+            pairs.append((model(tokens).logits[0], written_model(tokens).logits[0]))
+        return pairs
+
+
+def _write_draft(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     _write_json(folder / "config.json", config)
-    (folder / SINGLE).write_bytes(safetensors.save(weights, {"format": "pt"}))
+    (folder / SINGLE).write_bytes(safetensors.save(tensors, {"format": "pt"}))
+
+
+def _write_note(folder: Path, target: HuggingFaceLM, num_draft_tokens: int) -> None:
+    """Write whose draft it is, and how many tokens a round should draft."""
+    reference = portable(TargetReference.of(target).to_document())
+    note = {**reference, "num_draft_tokens": num_draft_tokens}
+    _write_json(folder / engine_heads.ORIGIN, note)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _commands(plan: _Plan, engine: str, place: str, output: Path) -> tuple[str, ...]:
-    """What serves the target with a draft, line by line."""
-    method, window, quote = plan.methods.get(engine), plan.window, shlex.quote
-    target, draft = quote(place), quote(str(output))
+def _commands(draft_export: _Export, output: Path) -> tuple[str, ...]:
+    """Return the lines that serve the target with a draft."""
+    engine = draft_export.engine
+    method = draft_export.methods.get(engine)
+    num_draft_tokens = draft_export.num_draft_tokens
+    target = shlex.quote(draft_export.target_source)
+    draft = shlex.quote(str(output))
+
     if engine == "vllm":
-        speculative: dict[str, Any] = {
+        config: dict[str, Any] = {
             "method": method,
             "model": str(output),
-            "num_speculative_tokens": window,
+            "num_speculative_tokens": num_draft_tokens,
         }
-        speculative |= {"use_heterogeneous_vocab": True} if plan.crossed else {}
-        return (f"vllm serve {target} --speculative-config {quote(json.dumps(speculative))}",)
+        if draft_export.has_other_vocabulary:
+            config["use_heterogeneous_vocab"] = True
+        return (f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(config))}",)
+
     if engine == "sglang":
+        # SGLang counts the token that is verified first among the draft tokens.
         return (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} "
-            f"--speculative-draft-model-path {draft} --speculative-num-steps {window} "
-            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {window + 1}",
+            f"python -m sglang.launch_server --model-path {target} "
+            f"--speculative-algorithm {method} --speculative-draft-model-path {draft} "
+            f"--speculative-num-steps {num_draft_tokens} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {num_draft_tokens + 1}",
         )
+
     if engine == "llama.cpp":
-        gguf = quote(str(output.with_suffix(".gguf")))
-        beside, kind = (
-            (f" --target-model-dir {target}", f"--spec-type {method} ") if method else ("", "")
-        )
+        gguf = shlex.quote(str(output.with_suffix(".gguf")))
+        convert_options = ""
+        server_options = ""
+        if method is not None:
+            convert_options = f" --target-model-dir {target}"
+            server_options = f"--spec-type {method} "
         return (
-            f"python convert_hf_to_gguf.py {draft}{beside} --outfile {gguf}",
-            f"llama-server -m TARGET.gguf -md {gguf} {kind}--spec-draft-n-max {window}",
+            f"python convert_hf_to_gguf.py {draft}{convert_options} --outfile {gguf}",
+            f"llama-server -m TARGET.gguf -md {gguf} {server_options}"
+            f"--spec-draft-n-max {num_draft_tokens}",
         )
-    given = (
-        ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(...)"
-        if plan.crossed
-        else ""
-    )
+
+    tokenizers = ""
+    if draft_export.has_other_vocabulary:
+        tokenizers = ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(...)"
     assistant = f"AutoModelForCausalLM.from_pretrained({str(output)!r})"
-    return (f"model.generate(**inputs, assistant_model={assistant}{given})",)
+    return (f"model.generate(**inputs, assistant_model={assistant}{tokenizers})",)
 
 
-def _card(
-    made: Exported, stored: Drafter, target: HuggingFaceLM, engine: str, recipe: Mapping[str, Any]
-) -> str:
-    """The model card: target, data, licence, figures, and how to serve it."""
-    place = "a target without files" if target.origin is None else target.origin.source
-    sha256 = None if target.origin is None else target.origin.sha256
-    licence = _licence(target)
-    data = recipe.get("data_arguments", {}).get("paths") or recipe.get("data") or "not recorded"
-    figures = {
-        name: value
-        for name, value in (recipe.get("reached") or {}).items()
-        if isinstance(value, int | float)
-    }
+def _model_card(exported: Exported, draft_export: _Export, recipe: Mapping[str, Any]) -> str:
+    """Return the model card: metadata, target, data, license, figures, and how to serve it."""
+    target = draft_export.target
+    engine = draft_export.engine
+    target_name = "a target without files"
+    sha256 = "not known"
+    if target.origin is not None:
+        target_name = target.origin.source
+        sha256 = target.origin.sha256
+
+    license_fields = _license_fields(target)
+    license_text = ", ".join(license_fields.values())
+    if not license_text:
+        license_text = (
+            "not stated by the target: state one that the licenses of target and text allow"
+        )
+    # Corpora are named by their files, generated data by the name of their data module.
+    training_data = recipe.get("data_arguments", {}).get("paths") or recipe.get("data")
+
     lines = [
         "---",
-        "library_name: lightning_specdec",
-        *([f"license: {licence}"] if licence else []),
+        _card_metadata(draft_export, license_fields),
         "---",
         "",
-    ]
-    lines += [
-        f"# A draft for {place}",
+        f"# A draft for {target_name}",
         "",
-        f"`{type(stored).__name__}`, for speculative decoding in {engine}.",
+        f"`{type(draft_export.drafter).__name__}`, for speculative decoding in {engine}.",
+        "The output stays the target's; the draft changes how long it takes.",
+        "",
+        f"- Target: {target_name}, weights sha256 {sha256}",
+        f"- Trained on: {json.dumps(training_data or 'not recorded')}",
     ]
-    lines += ["The output stays the target's; the draft changes how long it takes.", ""]
-    lines += [
-        f"- Target: {place}, weights sha256 {sha256 or 'not known'}",
-        f"- Trained on: {json.dumps(data)}",
-    ]
-    lines += (
-        [f"- Tokens seen: {recipe['tokens_seen']:,}"]
-        if isinstance(recipe.get("tokens_seen"), int)
-        else []
+    if isinstance(recipe.get("tokens_seen"), int):
+        lines.append(f"- Tokens seen: {recipe['tokens_seen']:,}")
+    lines.append(f"- License: {license_text}")
+    lines.append(
+        f"- Checked: {exported.num_compared} rows of logits, read back by other code, "
+        f"differ by at most {exported.difference:.1e} of the largest logit"
     )
-    lines += [
-        f"- Licence: {licence or 'not stated by the target: state one that the licences of target and text allow'}",
-        f"- Checked: {made.num_compared} rows of logits, read back by other code, differ by at most "
-        f"{made.difference:.1e} of the largest logit",
+    if not exported.loaded:
+        lines.append(f"- Not run in {engine} itself")
+    lines.extend(_figure_lines(recipe))
+    lines.extend(["", "```sh", *exported.commands, "```", ""])
+    return "\n".join(lines)
+
+
+def _figure_lines(recipe: Mapping[str, Any]) -> list[str]:
+    """Return a table of the figures that training reached."""
+    reached = recipe.get("reached") or {}
+    rows = [
+        f"| {name} | {value:.4g} |"
+        for name, value in sorted(reached.items())
+        if isinstance(value, int | float)
     ]
-    lines += [] if made.loaded else [f"- Not run in {engine} itself"]
-    lines += ["", "On held-out text:", "", "| Figure | Value |", "|---|---|"] if figures else []
-    lines += [f"| {name} | {value:.4g} |" for name, value in sorted(figures.items())]
-    return "\n".join([*lines, "", "```sh", *made.commands, "```", ""])
+    if not rows:
+        return []
+    return ["", "On held-out text:", "", "| Figure | Value |", "|---|---|", *rows]
 
 
-def _licence(target: HuggingFaceLM) -> str | None:
-    path = None if target.origin is None else target.origin.path / "README.md"
-    if path is None or not path.is_file():
+def _card_metadata(draft_export: _Export, license_fields: Mapping[str, str]) -> str:
+    """Return the card's metadata as YAML, for the Hub's search and its license label."""
+    from huggingface_hub import ModelCardData
+
+    metadata = ModelCardData(
+        base_model=_hub_name(draft_export.target),
+        tags=["speculative-decoding", draft_export.kind, draft_export.engine],
+        pipeline_tag="text-generation",
+        library_name="lightning_specdec",
+        **license_fields,
+    )
+    return metadata.to_yaml()
+
+
+def _hub_name(target: HuggingFaceLM) -> str | None:
+    """Return the target's name on the Hub; None for a local directory."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if target.origin is None:
         return None
-    head = path.read_text(encoding="utf-8", errors="replace")[:4096].partition("\n---")[0]
-    found = re.search(r"^license: *([\w.-]{1,60}) *$", head, re.MULTILINE)
-    return found[1] if found else None
+    source = target.origin.source
+    if "/" not in source or Path(source).expanduser().exists():
+        return None
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return None
+    return source
+
+
+def _license_fields(target: HuggingFaceLM) -> dict[str, str]:
+    """Return the license, its name and its link, as far as the target's model card states them."""
+    metadata = _target_metadata(target)
+    fields = {}
+    for name in ("license", "license_name", "license_link"):
+        value = metadata.get(name)
+        if isinstance(value, str) and value.strip():
+            fields[name] = " ".join(value[:_MAX_LICENSE_CHARACTERS].split())
+
+    # A link relative to the target's repository leads nowhere from the draft's.
+    hub_name = _hub_name(target)
+    link = fields.get("license_link")
+    if link is not None and hub_name is not None and "://" not in link:
+        fields["license_link"] = f"https://huggingface.co/{hub_name}/blob/main/{link}"
+    return fields
+
+
+def _target_metadata(target: HuggingFaceLM) -> dict[str, Any]:
+    """Return the metadata in the target's model card; empty if there is none that can be read.
+
+    Like `huggingface_hub.metadata_load`, but a card from a stranger is bounded in size before any
+    value is built, and a wrong byte in its text does not matter.
+    """
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    if target.origin is None:
+        return {}
+    card_path = target.origin.path / "README.md"
+    if not card_path.is_file():
+        return {}
+    with card_path.open(encoding="utf-8-sig", errors="replace") as file:
+        card = file.read(_MAX_CARD_CHARACTERS)
+
+    block = REGEX_YAML_BLOCK.search(card)
+    if block is None:
+        return {}
+    try:
+        check_yaml(block[2])
+        metadata = yaml.safe_load(block[2])
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}

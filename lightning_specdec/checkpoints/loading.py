@@ -1,8 +1,9 @@
-"""From names to models: the target and the drafter that a `PairSource` describes."""
+"""Load the target and the drafter that a `PairSource` names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,53 +28,67 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.text.tokenizer import named_tokenizer
 
 
+@dataclass(frozen=True)
+class _ModelRequest:
+    """A pretrained model to load.
+
+    Args:
+        name: its directory or Hub name.
+        dtype: what it computes in; None for the dtype of its files.
+        quantization: how its weights are quantized; None for not at all.
+        revision: a branch, tag or commit on the Hub; None for the default branch.
+    """
+
+    name: str
+    dtype: str | None
+    quantization: str | None
+    revision: str | None
+
+
 def load_pair(
     source: PairSource, *, target: LanguageModel | None = None, pack: bool = True
 ) -> LoadedPair:
-    """The target and the drafter that a source names.
+    """Load the target and the drafter that a source names.
 
-    A draft model of the target's vocabulary drafts directly, another one through `CrossVocabulary`; without a draft the
-    text itself is looked up (`NGramDrafter`), or, with `draft_quantization`, a quantized copy of the target drafts.
-    `NGramWithFallback` puts lookup before whatever draft there is.
+    A draft model with the target's vocabulary drafts directly, another one through
+    `CrossVocabulary`. Without a draft, tokens are copied from the text itself (`NGramDrafter`), or,
+    with `draft_quantization`, a quantized copy of the target drafts. `NGramWithFallback` tries
+    lookup before the draft, whichever it is.
 
     Args:
-        source: what the models are called; `target` and `draft` may be loaded modules too, and `draft` a drafter.
-        target: the target of that name, where it is loaded already.
-        pack: whether weights of pretrained models are laid out for this processor (CPU): faster, for inference only.
+        source: names of the models; `target` and `draft` may also be loaded modules, and `draft` a
+            drafter.
+        target: the target of that name, if it is already loaded.
+        pack: whether weights of pretrained models are laid out for this processor (CPU), which is
+            faster but only for inference.
 
     Raises:
-        FileNotFoundError, ValueError: a model cannot be loaded, the models do not fit the memory, or do not fit each
-            other. Nothing in a file is run.
+        FileNotFoundError, ValueError: a model cannot be loaded, or the models do not fit the memory
+            or each other. Nothing in a file is run.
     """
     find_device(source.device)
     if source.ckpt is not None:
-        return _from_file(source, target)
+        return _load_file(source, target)
     if source.pair is None:
-        return _pretrained(source, target, pack)
+        return _load_pretrained(source, target, pack)
+
+    # A named pair fills in the models and settings that the source leaves open.
     pair = get_pair(source.pair)
-    loaded = _pretrained(pair.complete(source), target, pack)
+    loaded = _load_pretrained(pair.complete(source), target, pack)
     if loaded.num_draft_tokens is None:
         loaded.num_draft_tokens = pair.num_draft_tokens
     return loaded
 
 
-def _in_backend(model: LanguageModel, source: PairSource) -> LanguageModel:
-    if source.backend == "torch" or (
-        source.backend == "auto" and model.num_parameters <= MOST_SMALL
-    ):
-        return model
-    from lightning_specdec.models import loading
-    from lightning_specdec.models.huggingface import HuggingFaceLM
-
-    if source.backend == "openvino":
-        loading.check_openvino(source.device)
-    return loading.in_backend(model, source.backend) if isinstance(model, HuggingFaceLM) else model
-
-
 def find_device(name: str) -> torch.device:
-    """The device of that name, if this machine has it and torch can use it; ValueError otherwise."""
+    """Return the device of that name.
+
+    Raises:
+        ValueError: this machine does not have it, or torch cannot use it.
+    """
     try:
         device = torch.device(name)
+        # The first use of a device fails where its driver or build of torch is missing.
         torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(
@@ -82,177 +97,297 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _from_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
+def _in_backend(model: LanguageModel, source: PairSource) -> LanguageModel:
+    """Return the model in the backend that the source asks for."""
+    is_small = model.num_parameters <= MOST_SMALL
+    if source.backend == "torch" or (source.backend == "auto" and is_small):
+        return model
+    from lightning_specdec.models import loading
+    from lightning_specdec.models.huggingface import HuggingFaceLM
+
+    if source.backend == "openvino":
+        loading.check_openvino(source.device)
+    if not isinstance(model, HuggingFaceLM):
+        return model
+    return loading.in_backend(model, source.backend)
+
+
+def _load_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
+    """Load a checkpoint or draft file, `source.ckpt`."""
     choice = source.drafter
-    loaded = load(
-        str(source.ckpt), target=source.target, drafter=None if choice is None else choice.name
-    )
+    trusted_class = None if choice is None else choice.name
+    loaded = load(str(source.ckpt), target=source.target, drafter=trusted_class)
+
     dtype = None if source.dtype is None else getattr(torch, source.dtype)
-    model = target or _in_backend(loaded.target.to(source.device, dtype), source)
+    if target is None:
+        target = _in_backend(loaded.target.to(source.device, dtype), source)
+
+    draft_dtype = dtype
+    if dtype is None and loaded.reference is not None:
+        # A draft that was stored without its target computes in the target's dtype.
+        draft_dtype = dtype_of(target)
     for drafter in loaded.drafts.values():
-        drafter.to(source.device, dtype or (None if loaded.reference is None else dtype_of(model)))
+        drafter.to(source.device, draft_dtype)
         if isinstance(drafter, ModelDrafter):
             drafter.model = _in_backend(drafter.model, source)
-    if loaded.tokenizer is not None and model.tokenizer is None:
-        try:
-            model.tokenizer = named_tokenizer(loaded.tokenizer)
-        except ValueError as error:
-            raise ValueError(
-                f"{source.ckpt} needs its tokenizer {loaded.tokenizer}: put it there ({error})"
-            ) from error
-        model.vocabulary = model.tokenizer.vocabulary
-    own = loaded.draft(source.draft)
-    loaded.drafter = _choose(
-        _asked(choice, loaded, source.draft), model, own, keep=source.draft is not None
+
+    if loaded.tokenizer is not None and target.tokenizer is None:
+        _set_tokenizer(target, loaded.tokenizer, source)
+
+    stored_drafter = loaded.draft(source.draft)
+    loaded.drafter = _choose_drafter(
+        _choice_beside_file(choice, loaded, source.draft),
+        target,
+        stored_drafter,
+        is_named=source.draft is not None,
     )
-    if type(loaded.drafter) not in (NGramWithFallback, type(own)):
-        loaded.num_draft_tokens = None  # the recipe's is of the other drafter
-    loaded.target = model
+    if type(loaded.drafter) not in (NGramWithFallback, type(stored_drafter)):
+        # The recommendation is for the stored drafter.
+        loaded.num_draft_tokens = None
+    # Replaces the cached property, which would load the target again.
+    loaded.target = target
     return loaded
 
 
-def _pretrained(source: PairSource, target: LanguageModel | None, pack: bool) -> LoadedPair:
-    """A pretrained target, and a draft model, a draft file, a drafter or none."""
-    model, draft, revision = (
-        target or wrapped(source.target),
-        wrapped(source.draft),
-        source.draft_revision,
-    )
-    if draft is None and source.draft_quantization is not None:
-        draft, revision = wrapped(source.target), source.revision
-    place = Path(draft).expanduser() if isinstance(draft, str) else None
-    is_file = place is not None and place.is_file()
-    has_head = place is not None and is_head(place)
-    wanted: list[tuple[str, str | None, str | None, str | None]] = []
-    if isinstance(model, str):
-        wanted.append((model, source.dtype, source.quantization, source.revision))
-    if isinstance(draft, str) and not (is_file or has_head):
-        wanted.append(
-            (draft, source.draft_dtype or source.dtype, source.draft_quantization, revision)
-        )
-    elif source.draft_quantization or revision:
-        raise ValueError("quantization and revision need a named draft model: drop those settings")
-    models = _load_models(wanted, source, pack) if wanted else []
-    if isinstance(model, str):
-        model = models.pop(0)
-    recipe: dict[str, Any] = {}
+def _set_tokenizer(target: LanguageModel, name: str, source: PairSource) -> None:
+    """Give a target the tokenizer that its file names."""
+    try:
+        target.tokenizer = named_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(
+            f"{source.ckpt} needs its tokenizer {name}: put it there ({error})"
+        ) from error
+    target.vocabulary = target.tokenizer.vocabulary
+
+
+def _load_pretrained(source: PairSource, target: Any, pack: bool) -> LoadedPair:
+    """Load a pretrained target, with a draft model, a draft file, a drafter or no draft."""
+    if target is None:
+        target = wrapped(source.target)
+    draft: Any = wrapped(source.draft)
+    draft_request = _draft_request(source, draft)
+
+    # Target and draft are loaded together, because their sum must fit the memory.
+    requests: list[_ModelRequest] = []
+    if isinstance(target, str):
+        requests.append(_ModelRequest(target, source.dtype, source.quantization, source.revision))
+    if draft_request is not None:
+        requests.append(draft_request)
+    models = _load_models(requests, source, pack)
+    if isinstance(target, str):
+        target = models.pop(0)
+    if draft_request is not None:
+        draft = models.pop(0)
+
     choice = source.drafter
-    if place is not None and has_head:
-        head, recipe = read_head(place, model)
-        draft = head.to(source.device, _draft_dtype(source, model))
-    if is_file:
-        loaded = load(draft, target=model, drafter=None if choice is None else choice.name)
-        assert loaded.target is model
-        recipe = loaded.recipe
-        draft, choice = (
-            loaded.drafter.to(source.device, _draft_dtype(source, model)),
-            _asked(choice, loaded),
-        )
-    drafter = _choose(choice, model, models[0] if models else draft, keep=True)
-    window = recipe.get("num_draft_tokens")
+    recipe: dict[str, Any] = {}
+    if isinstance(draft, str):
+        trained_draft = _load_trained_draft(Path(draft).expanduser(), source, target)
+        draft = trained_draft.drafter
+        recipe = trained_draft.recipe
+        choice = trained_draft.choice
+
+    drafter = _choose_drafter(choice, target, draft, is_named=True)
     return LoadedPair(
-        lambda: model, drafter, {MAIN: drafter}, recipe=recipe, num_draft_tokens=window
+        make_target=lambda: target,
+        drafter=drafter,
+        drafts={MAIN: drafter},
+        recipe=recipe,
+        num_draft_tokens=recipe.get("num_draft_tokens"),
     )
 
 
-def _draft_dtype(source: PairSource, target: LanguageModel) -> torch.dtype:
-    """What a trained draft computes in: by default as its target."""
-    return dtype_of(target) if source.draft_dtype is None else getattr(torch, source.draft_dtype)
+def _draft_request(source: PairSource, draft: Any) -> _ModelRequest | None:
+    """Return the draft model to load; None if the draft is not a named model."""
+    revision = source.draft_revision
+    if draft is None and source.draft_quantization is not None:
+        # A quantized copy of the target drafts.
+        draft = wrapped(source.target)
+        revision = source.revision
+
+    if isinstance(draft, str) and not _is_trained_draft(draft):
+        dtype = source.draft_dtype or source.dtype
+        return _ModelRequest(draft, dtype, source.draft_quantization, revision)
+    if source.draft_quantization or revision:
+        raise ValueError("quantization and revision need a named draft model: drop those settings")
+    return None
+
+
+def _is_trained_draft(name: str) -> bool:
+    """Whether a name is that of a draft file or of a directory with a head."""
+    path = Path(name).expanduser()
+    return path.is_file() or is_head(path)
+
+
+@dataclass(frozen=True)
+class _TrainedDraft:
+    """A drafter that was trained for the target.
+
+    Args:
+        drafter: the drafter, with its weights.
+        recipe: how it was trained.
+        choice: the drafter to build from it; None for itself.
+    """
+
+    drafter: Drafter
+    recipe: dict[str, Any]
+    choice: Choice | None
+
+
+def _load_trained_draft(path: Path, source: PairSource, target: LanguageModel) -> _TrainedDraft:
+    """Load a draft file or a directory with a head, for this target."""
+    choice = source.drafter
+    if path.is_file():
+        trusted_class = None if choice is None else choice.name
+        loaded = load(path, target=target, drafter=trusted_class)
+        # The first use of the target checks that the draft was trained for it.
+        assert loaded.target is target
+        drafter = loaded.drafter
+        recipe = loaded.recipe
+        choice = _choice_beside_file(choice, loaded)
+    else:
+        drafter, recipe = read_head(path, target)
+
+    dtype = dtype_of(target) if source.draft_dtype is None else getattr(torch, source.draft_dtype)
+    return _TrainedDraft(drafter.to(source.device, dtype), recipe, choice)
 
 
 def _load_models(
-    wanted: Sequence[tuple[str, str | None, str | None, str | None]], source: PairSource, pack: bool
+    requests: Sequence[_ModelRequest], source: PairSource, pack: bool
 ) -> list[LanguageModel]:
-    """Load models that are named by source, dtype, quantization and revision, if all of them fit the memory."""
+    """Load pretrained models if all of them together fit the memory."""
+    if not requests:
+        return []
     from lightning_specdec.models import loading
 
-    options: dict[str, Any] = {
-        name: getattr(source, name) for name in ("device", "trust_remote_code", "backend")
-    }
-    examined = [
-        loading.examine(name, dtype=dtype, quantization=quantization, revision=revision, **options)
-        for name, dtype, quantization, revision in wanted
+    # All are examined before any is loaded, which can take minutes.
+    examined_models = [
+        loading.examine(
+            request.name,
+            dtype=request.dtype,
+            quantization=request.quantization,
+            revision=request.revision,
+            device=source.device,
+            trust_remote_code=source.trust_remote_code,
+            backend=source.backend,
+        )
+        for request in requests
     ]
-    parts = [(model.size, model.dtype, model.quantization) for model in examined]
-    packed = pack and torch.device(source.device).type == "cpu"
+    sizes = [(model.size, model.dtype, model.quantization) for model in examined_models]
+    is_packed = pack and torch.device(source.device).type == "cpu"
     require_memory(
-        " with ".join(model.source for model in examined),
-        peak_bytes(parts, packed=packed),
+        " with ".join(model.source for model in examined_models),
+        peak_bytes(sizes, packed=is_packed),
         source.device,
     )
-    loaded = [loading.load(each) for each in examined]
+
+    models = [loading.load(examined) for examined in examined_models]
     if not pack:
-        return list(loaded)
-    pairs = zip(loaded, examined, strict=True)
-    return [
-        loading.in_backend(model, source.backend, each.quantization).pack() for model, each in pairs
-    ]
+        return list(models)
+
+    packed_models = []
+    for model, examined in zip(models, examined_models, strict=True):
+        in_backend = loading.in_backend(model, source.backend, examined.quantization)
+        packed_models.append(in_backend.pack())
+    return packed_models
 
 
-def _asked(choice: Choice | None, loaded: LoadedPair, draft: str | None = None) -> Choice | None:
-    """What a choice asks of a file: nothing where it names a foreign class that is in it, so that it may be read."""
+def _choice_beside_file(
+    choice: Choice | None, loaded: LoadedPair, draft: str | None = None
+) -> Choice | None:
+    """Return the drafter to build beside a file's drafts.
+
+    It is None if the choice names a class outside this package that a draft in the file has: the
+    name then only allows the file to be read.
+
+    Args:
+        draft: name of the chosen draft; None for the first one.
+    """
     if choice is None or choice.name in DRAFTERS:
         return choice
-    held = [
-        name
-        for name, drafter in loaded.drafts.items()
-        if any(DRAFTERS.name_of(type(part)) == choice.name for part in drafter.modules())
+
+    draft_names = [
+        name for name, drafter in loaded.drafts.items() if _contains(drafter, choice.name)
     ]
-    if held and choice.settings:
-        setting = next(iter(choice.settings))
+    if not draft_names:
+        return choice
+    if choice.settings:
+        setting_name = next(iter(choice.settings))
         raise ValueError(
-            f"the draft is a {choice.name} with its own settings: drop --drafter.{setting}"
+            f"the draft is a {choice.name} with its own settings: drop --drafter.{setting_name}"
         )
-    if held and draft is None and next(iter(loaded.drafts)) not in held:
+    if draft is None and next(iter(loaded.drafts)) not in draft_names:
         raise ValueError(
-            f"{choice.name} is the class of the draft {held[0]}: say which draft to take with --draft"
+            f"{choice.name} is the class of the draft {draft_names[0]}: "
+            "say which draft to take with --draft"
         )
-    return None if held else choice
+    return None
 
 
-def _choose(
+def _contains(drafter: Drafter, class_name: str) -> bool:
+    """Whether a drafter or a part of it is of a class."""
+    return any(DRAFTERS.name_of(type(module)) == class_name for module in drafter.modules())
+
+
+def _choose_drafter(
     choice: Choice | None,
     target: LanguageModel,
     draft: Drafter | LanguageModel | None,
     *,
-    keep: bool,
+    is_named: bool,
 ) -> Drafter:
-    """The drafter of that kind for a target; without a choice, the one that follows from the draft.
+    """Return the chosen kind of drafter; without a choice, the one that suits the draft.
 
     Args:
-        draft: a draft model, or a drafter that is there already.
-        keep: whether the user named this drafter, so that a kind without use for it is an error.
+        draft: a draft model, or a complete drafter.
+        is_named: whether the user named this draft, so that a kind without use for it is an error.
     """
-    own = draft if isinstance(draft, Drafter) else None
     if choice is None:
-        if own is None:
-            return NGramDrafter() if draft is None else CrossVocabulary.for_target(target, draft)
-        own.check_target(target)
-        return own
-    kind, settings = DRAFTERS.load(choice.name), choice.settings
-    joins = issubclass(kind, NGramWithFallback)
-    if joins and draft is None:
+        return _default_drafter(target, draft)
+
+    drafter_class = DRAFTERS.load(choice.name)
+    joins_lookup = issubclass(drafter_class, NGramWithFallback)
+    if joins_lookup and draft is None:
         raise ValueError(f"{choice.name} needs a draft to join lookup to: give --draft")
-    if own is None or joins:
-        return kind.for_target(target, draft, **settings)
-    if type(own) is not kind:
-        if keep:
+    if joins_lookup or not isinstance(draft, Drafter):
+        return drafter_class.for_target(target, draft, **choice.settings)
+
+    if type(draft) is not drafter_class:
+        # A checkpoint's default draft may be replaced, a draft that the user named may not.
+        if is_named:
             raise ValueError(
-                f"the draft is a {type(own).__name__} already: drop --drafter {choice.name}"
+                f"the draft is a {type(draft).__name__} already: drop --drafter {choice.name}"
             )
-        return kind.for_target(target, **settings)
-    for name, value in settings.items():
-        if name != own.free:
+        return drafter_class.for_target(target, **choice.settings)
+
+    drafter = _with_settings(draft, choice)
+    drafter.check_target(target)
+    return drafter
+
+
+def _default_drafter(target: LanguageModel, draft: Drafter | LanguageModel | None) -> Drafter:
+    """Return the drafter that suits a draft."""
+    if draft is None:
+        return NGramDrafter()
+    if not isinstance(draft, Drafter):
+        return CrossVocabulary.for_target(target, draft)
+    draft.check_target(target)
+    return draft
+
+
+def _with_settings(drafter: Drafter, choice: Choice) -> Drafter:
+    """Return a trained drafter with the setting that may change after training."""
+    for name, value in choice.settings.items():
+        if name != drafter.free:
             raise ValueError(
                 f"the draft is a {choice.name} with its own settings: drop --drafter.{name}"
             )
-        own = own.at(value)
-    own.check_target(target)
-    return own
+        drafter = drafter.at(value)
+    return drafter
 
 
 def wrapped(source: Any) -> Any:
-    """A loaded module of transformers as a `HuggingFaceLM`; anything else as it is."""
+    """Return a loaded module of transformers as a `HuggingFaceLM`, and anything else unchanged."""
     if not isinstance(source, nn.Module) or isinstance(source, LanguageModel | Drafter):
         return source
     from lightning_specdec.models.huggingface import HuggingFaceLM

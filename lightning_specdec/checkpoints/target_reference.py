@@ -1,28 +1,32 @@
-"""A target whose weights lie elsewhere: how a file names it, and how it is found again.
+"""A target whose weights are not in the file: how the file names it, and how it is found again.
 
-A stranger's file may name any place: only a directory of this machine is read, and no code in it runs.
+A file from a stranger may name any directory: only directories of this machine are read, and no
+code in them runs.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_specdec.config import hub
-from lightning_specdec.config.settings import Settings, setting
+from lightning_specdec.config.settings import Settings, check, setting
 from lightning_specdec.config.terminal import short
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.models.safetensors_file import Origin, weights_sha256
+from lightning_specdec.models.safetensors_file import Origin
+
+_SINGLE_FILE_SHA256 = "target_single_file_sha256"
+"""Name of the entry beside "target" in a file."""
 
 
 @dataclass(frozen=True)
 class TargetReference(Settings):
-    """A target by its place, its weights and its sizes."""
+    """A target by its source, its weights and its sizes."""
 
     source: str | None = setting(help="its directory or its name on the hub")
     sha256: str | None = setting(help="see `weights_sha256`; None where there are no files")
@@ -32,90 +36,156 @@ class TargetReference(Settings):
     num_layers: int | None = setting(minimum=1, maximum=2**31)
     tokenizer: str | None = setting(help="the tokenizer's fingerprint")
     dtype: str = setting(help="what it computes in")
+    single_file_sha256: str | None = setting(
+        None, "see `single_file_sha256`; None if it equals `sha256` or is unknown"
+    )
 
     @classmethod
     def of(cls, target: LanguageModel) -> TargetReference:
-        """The reference to this target."""
+        """Return the reference to a target."""
+        source = None
+        sha256 = None
+        single_file_sha256 = None
+        if target.origin is not None:
+            source = target.origin.source
+            sha256 = target.origin.sha256
+            if target.origin.single_file_sha256 != sha256:
+                single_file_sha256 = target.origin.single_file_sha256
+
         return cls(
-            source=None if target.origin is None else target.origin.source,
-            sha256=None if target.origin is None else target.origin.sha256,
+            source=source,
+            sha256=sha256,
             kind=type(getattr(target, "model", target)).__name__,
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
             num_layers=target.num_layers,
             tokenizer=None if target.tokenizer is None else target.tokenizer.fingerprint,
             dtype=str(dtype_of(target)).removeprefix("torch."),
+            single_file_sha256=single_file_sha256,
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the values under the names in files, without `single_file_sha256`.
+
+        Files store that one separately, because older versions refuse unknown entries here.
+        """
         values = super().to_dict()
+        values.pop("single_file_sha256")
         return {"class": values.pop("kind"), **values}
 
     @classmethod
     def from_dict(cls: type[TargetReference], values: object, where: str = "") -> TargetReference:
-        # Files say "class", which cannot name a field in Python.
+        # Files use the name "class", which a Python field cannot have.
         if isinstance(values, Mapping) and "class" in values:
             values = {("kind" if key == "class" else key): value for key, value in values.items()}
         return super().from_dict(values, where)
 
+    def to_document(self) -> dict[str, Any]:
+        """Return the entries of a file that names this target."""
+        document: dict[str, Any] = {"target": self.to_dict()}
+        if self.single_file_sha256 is not None:
+            document[_SINGLE_FILE_SHA256] = self.single_file_sha256
+        return document
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> TargetReference:
+        """Return the target that a file names; raises ValueError for wrong values."""
+        reference = cls.from_dict(document["target"], "its target.")
+        sha256 = document.get(_SINGLE_FILE_SHA256)
+        check(f"its {_SINGLE_FILE_SHA256}", sha256, str | None, {})
+        return replace(reference, single_file_sha256=sha256)
+
     def __str__(self) -> str:
         name = short(self.source or f"a {self.kind}", 200)
-        return name if self.sha256 is None else f"{name} (sha256 {self.sha256[:12]}...)"
+        if self.sha256 is None:
+            return name
+        return f"{name} (sha256 {self.sha256[:12]}...)"
+
+    def has_weights_of(self, origin: Origin) -> bool:
+        """Whether the files of this origin contain the same weights, in one file or in several."""
+        if origin.sha256 == self.sha256:
+            return True
+        # The same weights may be distributed over other files than when the reference was made.
+        return origin.single_file_sha256 in (self.sha256, self.single_file_sha256)
 
     def check(self, target: LanguageModel, who: str) -> None:
-        """Raise ValueError unless this is the target that is meant.
+        """Raise ValueError unless this reference is to that target.
 
-        By the weights' sha256 where both are known; else by the class, the sizes and the tokens.
+        Compares the weights' sha256 if both are known, else the class, the sizes and the tokenizer.
 
         Args:
-            who: what wants it, in an error.
+            who: what needs the target, for the error message.
         """
-        other = TargetReference.of(target)
-        names = ["kind", "vocab_size", "hidden_size", "num_layers", "tokenizer"]
-        for name in ["sha256"] if self.sha256 and other.sha256 else names:
-            own, found = getattr(self, name), getattr(other, name)
-            if None not in (own, found) and own != found:
-                raise ValueError(
-                    f"{who} was trained for {self}, the target {other} has another {name}: give its own"
-                )
+        if self.sha256 and target.origin is not None:
+            if not self.has_weights_of(target.origin):
+                raise self._different(TargetReference.of(target), "sha256", who)
+            return
+
+        actual = TargetReference.of(target)
+        for name in ("kind", "vocab_size", "hidden_size", "num_layers", "tokenizer"):
+            expected_value = getattr(self, name)
+            actual_value = getattr(actual, name)
+            is_known = expected_value is not None and actual_value is not None
+            if is_known and expected_value != actual_value:
+                raise self._different(actual, name, who)
+
+    def _different(self, actual: TargetReference, name: str, who: str) -> ValueError:
+        return ValueError(
+            f"{who} was trained for {self}, the target {actual} has another {name}: "
+            "pass the target that it was trained for"
+        )
 
     def load(self, given: str | LanguageModel | None, who: str) -> LanguageModel:
-        """The target, from where it is said to be.
+        """Return the target, loaded from its source unless it is passed.
 
         Args:
-            given: where it is instead, or the target itself.
-            who: what wants it, in an error.
+            given: where the target is now, or the loaded target.
+            who: what needs the target, for the error message.
 
         Raises:
-            ValueError: it is not there, cannot be loaded, or is another.
+            ValueError: the target is missing, cannot be loaded, or has other weights.
         """
         from lightning_specdec.models.loading import load_model
 
-        place = self._place() if given is None else given
-        if place is None:
-            raise ValueError(
-                f"{who} needs its target {self}, which is not here: give its directory with --target"
-            )
-        if (
-            isinstance(place, Path) and weights_sha256(place) != self.sha256
-        ):  # a stranger may have named any place
-            raise ValueError(
-                f"{who} was trained for {self}, which has another sha256 now: give its own with --target"
-            )
-        target = place if isinstance(place, LanguageModel) else load_model(place, dtype=self.dtype)
+        if given is None:
+            target = self._load_from_source(who)
+        elif isinstance(given, LanguageModel):
+            target = given
+        else:
+            target = load_model(given, dtype=self.dtype)
         self.check(target, who)
-        if isinstance(place, Path) and self.source is not None:
-            target.origin = Origin(self.source, place)
         return target
 
-    def _place(self) -> Path | None:
-        """The directory of that name, or what an earlier download left of it; None where neither is here."""
+    def _load_from_source(self, who: str) -> LanguageModel:
+        from lightning_specdec.models.loading import load_model
+
+        directory = self._directory()
+        if directory is None or self.source is None:
+            raise ValueError(
+                f"{who} needs its target {self}, which is not here: "
+                "give its directory with --target"
+            )
+
+        # A stranger's file may name any directory, so its weights are compared before it is loaded.
+        origin = Origin(self.source, directory)
+        if not self.has_weights_of(origin):
+            raise ValueError(
+                f"{who} was trained for {self}, which has another sha256 now: "
+                "pass the target that it was trained for with --target"
+            )
+        target = load_model(directory, dtype=self.dtype)
+        target.origin = origin
+        return target
+
+    def _directory(self) -> Path | None:
+        """Return the directory named by `source`, or its earlier download from the Hub, or None."""
         if not self.source or not self.sha256:
             return None
-        path = os.path.expanduser(self.source)
-        return Path(path) if os.path.isdir(path) else hub.cached(self.source)
+        path = Path(os.path.expanduser(self.source))
+        # os.path.isdir returns False for names that no path can have, such as those with NUL.
+        return path if os.path.isdir(path) else hub.cached(self.source)
 
 
 def dtype_of(target: LanguageModel) -> torch.dtype:
-    """What a target computes in, which its quantized weights do not tell."""
+    """Return the dtype that a target computes in, which its quantized weights do not have."""
     return next(weight.dtype for weight in target.parameters() if weight.is_floating_point())
