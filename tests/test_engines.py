@@ -446,7 +446,7 @@ def test_a_local_target_has_no_base_model_on_the_hub(tmp_path: Path) -> None:
     path = tiny_models.write_text_model(tmp_path / "target", num_hidden_layers=5)
     target = load_model(path)
     engines.export(tmp_path / "out", eagle(target, layers=[0, 2, 3]), target, "vllm")
-    assert "base_model" not in metadata_load(tmp_path / "out" / "README.md")
+    assert "base_model" not in (metadata_load(tmp_path / "out" / "README.md") or {})
 
 
 def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -649,7 +649,7 @@ def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: N
     )
     assert "vllm serve target --spec" in outcome.out
     assert '"num_speculative_tokens": 5' in outcome.out
-    assert "license" not in metadata_load("second/README.md")
+    assert "license" not in (metadata_load("second/README.md") or {})
     outcome = succeed("export", *first, "--format", "sglang", "--output", "third")
     assert "not run in sglang" in outcome.out
     first_weights = load_file("first/model.safetensors")

@@ -255,8 +255,8 @@ class Auditor:
         """Run a check; one that breaks is a finding too."""
         if check != "lossy" and self.target.lossy_reason is not None:
             # Comparing calls of other widths would take the target's own disagreement for rounding.
-            reason = {"reason": self.target.lossy_reason}
-            return Finding(cell, check, "not lossless", figures=reason)
+            figures = {"reason": self.target.lossy_reason}
+            return Finding(cell, check, "not lossless", figures=figures)
         run = {"identity": self._identity, "round": self._round, "lossy": self._lossy}[check]
         try:
             return run(cell)

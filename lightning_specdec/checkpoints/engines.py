@@ -643,7 +643,7 @@ def _figure_lines(recipe: Mapping[str, Any]) -> list[str]:
     return ["", "On held-out text:", "", "| Figure | Value |", "|---|---|", *rows]
 
 
-def _card_metadata(draft_export: _Export, license_fields: Mapping[str, str]) -> str:
+def _card_metadata(draft_export: _Export, license_fields: Mapping[str, Any]) -> str:
     """Return the card's metadata as YAML, for the Hub's search and its license label."""
     from huggingface_hub import ModelCardData
 

@@ -285,7 +285,7 @@ def _load_models(
     if not pack:
         return list(models)
 
-    packed_models = []
+    packed_models: list[LanguageModel] = []
     for model, examined in zip(models, examined_models, strict=True):
         in_backend = loading.in_backend(model, source.backend, examined.quantization)
         packed_models.append(in_backend.pack())
