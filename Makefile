@@ -50,7 +50,7 @@ demo: setup
 	@echo; echo "Next, a language model (a download of 98 MB):"; echo "  make smollm2"
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-real: dev
 	$(BIN)/python -m pytest -m real
@@ -67,7 +67,7 @@ test-oldest: | $(VENV)/bin/python
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' \
 		$$($(PYTHON) benchmarks/oldest.py torch lightning transformers)
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto --dist worksteal
 
 wheel-test: | $(VENV)/bin/python
 	$(PYTHON) benchmarks/wheel_test.py

@@ -111,7 +111,9 @@ def answer(record: dict[str, Any]) -> str:
         width = longest * speed / max(slow, fast)
         parts += [_text(24, y + 17, name, "plain"), _box(170, y, width, 24, kind)]
         parts.append(_text(182 + width, y + 17, f"{speed:.1f} tokens/s", "plain head"))
-    told = f"{value:.2f}x faster (95% interval {low:.2f} to {high:.2f}), {same}: {record['num_new_tokens']} tokens"
+    told = (
+        f"faster: {value:.2f}x [{low:.2f}, {high:.2f}], {same}: {record['num_new_tokens']} tokens"
+    )
     parts.append(
         _text(24, 138, f"{told} in {record['num_rounds']} calls of the target", "plain head")
     )

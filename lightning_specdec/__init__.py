@@ -1,6 +1,6 @@
-"""Speculative decoding: train the draft with PyTorch Lightning, decode with the same output, measure the gain.
+"""Speculative decoding: train a draft with PyTorch Lightning, decode with the same output.
 
-Importing this package loads neither torch nor Lightning: a public name is imported when it is first asked for.
+Importing this package loads neither torch nor Lightning. A public name is imported at its first use.
 """
 
 from importlib import import_module

@@ -107,7 +107,7 @@ class _ReadyPair(NamedTuple):
 
 
 def _target_stamp(target: LanguageModel) -> ModelStamp:
-    # A converted target compares its weights itself, with a message of its own.
+    # A converted target compares its weights itself, with its own message.
     return ModelStamp(target, count_writes=target.backend == "torch")
 
 
@@ -149,7 +149,9 @@ class SpeculativeDecoder:
         self.target: LanguageModel = wrapped(target)
         if tokenizer is not None:
             if not isinstance(tokenizer, Tokenizer):
-                generation_config = getattr(target, "generation_config", None)
+                # EOS tokens may be named only there. A `HuggingFaceLM` holds the model.
+                model = getattr(self.target, "model", self.target)
+                generation_config = getattr(model, "generation_config", None)
                 tokenizer = TextTokenizer(tokenizer, generation_config=generation_config)
             self.read_text(tokenizer)
         self.drafter = _as_drafter(drafter, self.target)
@@ -675,7 +677,8 @@ class SpeculativeDecoder:
 
         if drafters is None:
             drafters = {name: entry.drafter for name, entry in candidates(self).items()}
-        return {name: eval_copy(drafter).fused(self.target) for name, drafter in drafters.items()}
+        target, _ = self.ready()
+        return {name: eval_copy(drafter).fused(target) for name, drafter in drafters.items()}
 
     def compile(self) -> float:
         """Compile the layers of target and draft on a GPU; returns the seconds that it took.

@@ -1,4 +1,4 @@
-"""What every test stands on: shapes checked, one thread."""
+"""Settings of all tests: shapes are checked in some, and torch uses one thread."""
 
 from __future__ import annotations
 
@@ -11,21 +11,36 @@ from zlib import crc32
 
 import pytest
 
-# Tests start many fresh processes: these read compiled files, also where the environment forbids to write them.
+# Tests start many fresh processes. These load compiled files faster than sources, even where the
+# environment forbids writing them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+SHAPE_CHECK_SHARE = 16
+"""One test in this many checks the shapes of all calls, which takes three times as long."""
+TENSOR_FACTORIES = (
+    "tensor",
+    "arange",
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "eye",
+)
 
 
 @pytest.fixture(autouse=True)
 def _shapes(request: pytest.FixtureRequest) -> None:
-    """Every sixteenth test, by its name, checks the shapes of all calls, which takes thrice as long as the calls."""
+    """Check shapes in some tests, chosen by name, or in all of them."""
     import jaxtyping
 
-    unchecked = (
-        request.config.getoption("shapes") == "some"
-        and crc32(request.node.nodeid.encode()) % 16 != 0
-    )
-    jaxtyping.config.update("jaxtyping_disable", unchecked)
+    is_chosen = crc32(request.node.nodeid.encode()) % SHAPE_CHECK_SHARE == 0
+    checks_all = request.config.getoption("shapes") == "all"
+    jaxtyping.config.update("jaxtyping_disable", not (is_chosen or checks_all))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,52 +50,46 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="some",
         help="in which tests shapes are checked",
     )
-    parser.addoption("--device", default="cpu", help="where the laws decode, as cuda")
+    parser.addoption("--device", default="cpu", help="device that the laws decode on, as cuda")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
-        return  # this process gives tests to others
+    is_distributed = config.getoption("dist", "no") != "no"
+    if is_distributed and not hasattr(config, "workerinput"):
+        # This process only distributes tests to the workers.
+        return
+
     import shape_checker
 
     shape_checker.install(lazily=config.getoption("shapes") == "some")
-    if (device := config.getoption("device")) != "cpu":
+    device = config.getoption("device")
+    if device != "cpu":
         os.environ["LIGHTNING_SPECDEC_TEST_DEVICE"] = device
         _put_test_tensors_on(device)
 
 
 def _put_test_tensors_on(device: str) -> None:
-    """Puts tensors that test files make on the device, and leaves alone what the package makes: that is under test."""
+    """Put tensors that test files create on the device.
+
+    Tensors that the package creates stay where it puts them: that is under test.
+    """
     import families
     from torch.overrides import TorchFunctionMode
 
-    factories = (
-        "tensor",
-        "arange",
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "eye",
-    )
+    test_directory = f"{Path(__file__).parent}/"
 
     class TestTensors(TorchFunctionMode):
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            made = func(*args, **(kwargs or {}))
-            is_factory = getattr(func, "__name__", "") in factories and "device" not in (
-                kwargs or {}
-            )
-            if is_factory and families.DEVICE != "cpu":
-                caller = sys._getframe(1).f_code.co_filename
-                if f"{Path(__file__).parent}/" in caller and "conftest" not in caller:
-                    return made.to(device)
-            return made
+            options = kwargs or {}
+            result = func(*args, **options)
+            is_factory = getattr(func, "__name__", "") in TENSOR_FACTORIES
+            if not is_factory or "device" in options or families.DEVICE == "cpu":
+                return result
+            caller = sys._getframe(1).f_code.co_filename
+            is_test_file = test_directory in caller and "conftest" not in caller
+            return result.to(device) if is_test_file else result
 
     TestTensors().__enter__()
 
@@ -94,39 +103,39 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The run that some tests read is trained beside the tests that do not."""
-    if any("shipped_run" in item.fixturenames for item in request.session.items):  # type: ignore[attr-defined]
-        import training_fixtures
+    """Train the run that some tests read in the background, while other tests run."""
+    for item in request.session.items:
+        if "shipped_run" in getattr(item, "fixturenames", ()):
+            import training_fixtures
 
-        training_fixtures.begin_training(tmp_path_factory)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker begins with tests that follow each other, whose models it makes once, and takes over others' later."""
-    from xdist.scheduler import WorkStealingScheduling
-
-    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+            training_fixtures.begin_training(tmp_path_factory)
+            return
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported by now stays: no later collection goes through it
+    # What is imported by now stays: later collections need not traverse it.
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on the real model run when they are asked for and it is there. Last come those of the trained run, and
-    OpenVINO's: a process in which it ran can crash when it is forked and the fork is told to stop."""
+    """Order the tests, and skip those on the real model unless they are requested.
+
+    Tests of the trained run come late, when it is trained. OpenVINO's come last: a process that
+    used it can crash when it is forked and the fork is told to stop.
+    """
 
     def runs_late(item: Any) -> tuple[bool, bool]:
         return item.path.stem == "test_openvino", "shipped_run" in item.fixturenames
 
     items.sort(key=runs_late)
-    reason = None
-    if not (Path(__file__).parent.parent / "checkpoints" / "smollm2" / "config.json").exists():
+
+    model = Path(__file__).parent.parent / "checkpoints" / "smollm2"
+    if not (model / "config.json").exists():
         reason = "checkpoints/smollm2 is absent: `make smollm2` writes it"
     elif "real" not in config.getoption("markexpr"):
         reason = "takes minutes on a real model: `make test-real` runs it"
-    if reason is not None:
-        for item in items:
-            if "real" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    else:
+        return
+    for item in items:
+        if "real" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -24,7 +24,7 @@ NO_INTERVAL = Interval(0.6, math.nan, math.nan)
             Interval(1.4, 0.37, 5.39),
             8,
             "too noisy",
-            "too noisy to tell: 1.40x, 95% interval 0.37 to 5.39",
+            "too noisy to tell: 1.40x [0.37, 5.39]",
         ),
         (Interval(1.5, 0.0, 4334.0), 8, "too noisy", "too noisy to tell: 1.50x"),
         (NO_INTERVAL, 1, "too few", "too few runs to tell: 0.60x"),
@@ -43,7 +43,7 @@ def test_only_an_interval_that_excludes_one_says_faster_or_slower(
 
 def test_the_text_names_the_level_of_its_interval() -> None:
     verdict = judge(Interval(1.1, 0.9, 1.3), 8, level=0.995)
-    assert verdict.text == "too noisy to tell: 1.10x, 99.5% interval 0.90 to 1.30"
+    assert verdict.text == "too noisy to tell: 1.10x [0.90, 1.30] (99.5% interval)"
 
 
 def comparisons_of(
@@ -71,7 +71,7 @@ def test_the_best_is_marked_if_all_others_are_slower(monkeypatch: pytest.MonkeyP
     assert choice.text == "best: ngram 2 ExactMatch"
 
 
-def test_a_row_is_not_the_best_while_another_may_be_faster(
+def test_rows_that_may_be_as_fast_as_the_best_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sure = Interval(4.02, 3.56, 4.54)
@@ -82,7 +82,7 @@ def test_a_row_is_not_the_best_while_another_may_be_faster(
     assert choice.best is rows[2], "the only one that is proven far above 1"
     assert choice.equals == (rows[0],)
     remarks = [choice.remark(row) for row in rows]
-    assert remarks == ["<- may be as fast", "", "<- too noisy to choose between them"]
+    assert remarks == ["<- may be as fast", "", "<- best"]
     assert choice.text == "too noisy to choose between them: ngram 3 ExactMatch, ngram 1 ExactMatch"
 
 

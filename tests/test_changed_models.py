@@ -553,6 +553,15 @@ def test_weights_that_are_tied_later_count() -> None:
     assert pair.check() != plain_tokens
 
 
+def test_a_model_that_is_ready_to_train_adapters_is_still_packed() -> None:
+    model = model_of()
+    model.enable_input_require_grads()
+    pair = Decoders(model)
+    pair.check()
+    target, _ = pair.decoder.ready()
+    assert any(isinstance(module, PackedLinear) for module in target.modules())
+
+
 def test_an_embedding_tied_to_a_packed_head_stays() -> None:
     target = HuggingFaceLM(model_of(tie_word_embeddings=True)).pack()
     decoder = SpeculativeDecoder(target)

@@ -104,7 +104,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "quantization": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     "a model within the model": (
         {"rope_parameters": {"model_type": "timm_backbone"}},
-        "says 'model_type'",
+        "contains 'model_type'",
     ),
     "weights from a hub": ({"use_pretrained_backbone": True}, "use_pretrained_backbone"),
     "absurd vocabulary": ({"vocab_size": 2**40}, "vocab_size must be from"),

@@ -166,7 +166,7 @@ def test_what_cannot_chat_is_refused_in_one_line(model: str, here: None) -> None
     refused(*chat, "--stop", "", stdin="a\n", told="stop string is empty")
     refused(*chat, stdin="the oak " * 600 + "\n", told="begin a new one")
     for command in ("/clear", "/save chat.txt", "/reset now"):
-        refused(*chat, stdin=f"{command}\n", told=f"no command {command}: /reset begins")
+        refused(*chat, stdin=f"{command}\n", told=f"no command {command}: /reset starts")
 
     path_question = succeed(*chat, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n")
     assert path_question.out, "a path is text, not a command"

@@ -149,7 +149,7 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
         ),
         ("layered --drafter EarlyExitDrafter --drafter.exit_layer=1", "cannot be taken"),
         ("target --ignore_eos --eos 3", "--ignore_eos and --eos exclude each other"),
-        ("tokens", "the target keeps no prompts of its own"),
+        ("tokens", "the target stores no prompts"),
         ("--ckpt x.ckpt --draft_dtype float32", "--draft_dtype is for pretrained models"),
     ],
 )

@@ -108,7 +108,7 @@ def test_the_table_shows_every_row_and_marks_the_best(
     ("low", "marks"),
     [
         (1.5, ["<- best"]),
-        (1.3, ["<- too noisy to choose between them", "<- may be as fast"]),
+        (1.3, ["<- best", "<- may be as fast"]),
         (float("nan"), []),
     ],
 )
@@ -176,7 +176,6 @@ def test_the_table_is_ordered_by_the_lower_ends_of_the_intervals(
         (["--num_draft_tokens", "0"], "num_draft_tokens must be"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--drafts", "tiny"], "tiny"),
-        (["--exit_layers", "1"], "give --drafter EarlyExitDrafter"),
     ],
     ids=str,
 )

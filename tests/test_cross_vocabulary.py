@@ -330,4 +330,4 @@ def test_what_it_has_read_counts_once_however_often_the_target_answers() -> None
     # Another drafter drafts for the second answer.
     for num_accepted in (3, 0):
         drafter.observe(state, target(torch.tensor(texts)), [num_accepted])
-    assert state.rows[0].num_kept == 3
+    assert state.rows[0].num_draft_read == 3

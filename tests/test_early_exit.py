@@ -1,6 +1,7 @@
-"""Laws of early exits: they guess as the cut-off model would, every layer reads every token once, and nothing changes.
+"""Laws of early exits: they draft like the model cut off there, and every layer reads a token once.
 
-The laws of all drafters go through early exits too, see `cases`; here are those that only they have, and all families.
+The laws of all drafters include early exits, see `cases`. Here are those that only early exits
+have, for all model families.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def ours(family: str) -> HuggingFaceLM:
 
 
 def cut_off(family: str, num_layers: int) -> HuggingFaceLM:
-    """A model of its own that ends behind that layer."""
+    """A separate model that ends after that layer."""
     inner = tiny(family)
     stack = LayerStack(inner)
     del stack.layers[num_layers:]
@@ -52,7 +53,7 @@ def cut_off(family: str, num_layers: int) -> HuggingFaceLM:
 
 
 def idle_above(family: str, num_layers: int) -> HuggingFaceLM:
-    """A model whose upper layers add nothing: its exit knows all that it knows."""
+    """A model whose upper layers add nothing, so its exit predicts what the model predicts."""
     inner = tiny(family)
     with torch.no_grad():
         for layer in LayerStack(inner).layers[num_layers:]:
@@ -62,7 +63,7 @@ def idle_above(family: str, num_layers: int) -> HuggingFaceLM:
     return HuggingFaceLM(inner)
 
 
-# What it guesses.
+# Its draft tokens.
 
 
 @pytest.mark.parametrize(("exit_layer", "temperature"), [(1, 0.9), (2, 0.0)])
@@ -70,17 +71,18 @@ def idle_above(family: str, num_layers: int) -> HuggingFaceLM:
 def test_its_rounds_are_those_of_the_cut_off_model_as_a_draft(
     family: str, exit_layer: int, temperature: float
 ) -> None:
-    """Which reads every token again, with a memory of its own: guesses, verdicts and draws are the same."""
-    target, other = ours(family), ModelDrafter(cut_off(family, exit_layer))
+    """Drafts, verdicts and draws are equal, although the cut-off model has its own KV cache."""
+    target = ours(family)
+    cut_off_drafter = ModelDrafter(cut_off(family, exit_layer))
     options: dict[str, Any] = {
         "max_new_tokens": 10,
         "rule": RejectionSampling(),
         "sampling": Sampling(temperature),
     }
-    found = speculative_decode(target, EarlyExitDrafter(exit_layer), PROMPTS, **options)
-    expected = speculative_decode(target, other, PROMPTS, **options)
-    assert [row.rounds for row in found.rows] == [row.rounds for row in expected.rows]
-    assert found.acceptance_rate is not None and 0 < found.acceptance_rate < 1
+    result = speculative_decode(target, EarlyExitDrafter(exit_layer), PROMPTS, **options)
+    expected = speculative_decode(target, cut_off_drafter, PROMPTS, **options)
+    assert [row.rounds for row in result.rows] == [row.rounds for row in expected.rows]
+    assert result.acceptance_rate is not None and 0 < result.acceptance_rate < 1
 
 
 @every_family
@@ -95,7 +97,8 @@ def test_it_is_always_right_where_the_layers_above_add_nothing(family: str) -> N
 
 
 def test_an_own_head_reads_the_exits_layer() -> None:
-    target, drafter = cases.target("llama"), cases.drafter("early_exit_own", "llama")
+    target = cases.target("llama")
+    drafter = cases.drafter("early_exit_own", "llama")
     assert isinstance(drafter, EarlyExitDrafter) and drafter.head is not None
     text = [1, 2, 3, 4]
     with torch.inference_mode():
@@ -104,60 +107,64 @@ def test_an_own_head_reads_the_exits_layer() -> None:
         draft = drafter.propose(
             drafter.init_state(1, 12, TargetContext(target, state)), request, [3], Sampling()
         )
-        whole = torch.tensor([[*text, *draft.tokens[0].tolist()]])
-        hidden = target(whole, features=[1]).features[1]
+        text_and_draft = torch.tensor([[*text, *draft.tokens[0].tolist()]])
+        hidden = target(text_and_draft, features=[1]).features[1]
         expected = drafter.head(hidden)[:, len(text) - 1 : -1]
     assert draft.logits is not None
     torch.testing.assert_close(draft.logits, expected, rtol=1e-4, atol=1e-4)
     assert draft.tokens.tolist() == expected.argmax(-1).tolist()
 
 
-# What it costs.
+# Its cost.
 
 
 def count_tokens(model: HuggingFaceLM) -> list[list[int]]:
-    """For each layer the tokens of every call from now on."""
-    seen: list[list[int]] = [[] for _ in model.stack.layers]
-    for layer, counts in zip(model.stack.layers, seen, strict=True):
+    """For each layer, the number of tokens of every call from now on."""
+    counts_by_layer: list[list[int]] = [[] for _ in model.stack.layers]
+    for layer, counts in zip(model.stack.layers, counts_by_layer, strict=True):
         layer.register_forward_hook(
             lambda module, inputs, output, counts=counts: counts.append(inputs[0].shape[1])
         )
-    return seen
+    return counts_by_layer
 
 
 @pytest.mark.parametrize("exit_layer", [1, 2])
 @every_family
 def test_every_layer_reads_every_token_once(family: str, exit_layer: int) -> None:
-    """The lower ones the unread tokens and all guesses but the last while drafting, and that one when it is verified;
-    the upper ones all of them in one call."""
-    target, prompt = HuggingFaceLM(tiny(family)), PROMPTS[3]
+    """Lower layers read the last draft token when it is verified, all other tokens while drafting.
+
+    Upper layers read all tokens in one call.
+    """
+    target = HuggingFaceLM(tiny(family))
+    prompt = PROMPTS[3]
     session = open_session(
         target, EarlyExitDrafter(exit_layer), prompt, max_new_tokens=14, num_draft_tokens=3
     )
     (row,) = session.live
-    seen = count_tokens(target)
-    unread = len(prompt)
+    counts_by_layer = count_tokens(target)
+    num_unread = len(prompt)
     while session.live:
-        for counts in seen:
+        for counts in counts_by_layer:
             counts.clear()
         session.step()
-        guesses = min(3, row.rounds[-1].drafted and len(row.rounds[-1].drafted) or 0)
-        for layer, counts in enumerate(seen):
-            if layer < exit_layer and guesses:
-                assert counts == [unread, *[1] * guesses]
+        num_draft_tokens = min(3, len(row.rounds[-1].drafted or ()))
+        for layer, counts in enumerate(counts_by_layer):
+            if layer < exit_layer and num_draft_tokens:
+                assert counts == [num_unread, *[1] * num_draft_tokens]
             else:
-                assert counts == [unread + guesses]
-        unread = 1
+                assert counts == [num_unread + num_draft_tokens]
+        num_unread = 1
     assert row.num_rounds > 4
 
 
-# What it leaves as it was.
+# Its effect on the target.
 
 
 @every_family
 def test_a_text_may_fill_the_context_to_its_last_token(family: str) -> None:
-    """Padding and guesses behind the end of the context read no position that the model lacks."""
-    target, prompts = ours(family), [[i % 67 for i in range(86)], [1, 2]]
+    """Padding and draft tokens after the end of the context use no position outside the model."""
+    target = ours(family)
+    prompts = [[i % 67 for i in range(86)], [1, 2]]
     result = speculative_decode(
         target, EarlyExitDrafter(1), prompts, max_new_tokens=10, num_draft_tokens=5
     )
@@ -165,7 +172,7 @@ def test_a_text_may_fill_the_context_to_its_last_token(family: str) -> None:
 
 
 class Listening(EarlyExitDrafter):
-    """Fills what nobody may look at with what is no number."""
+    """Fills padding, which must not be read, with NaN."""
 
     def __init__(self, exit_layer: int) -> None:
         super().__init__(exit_layer)
@@ -183,17 +190,19 @@ class Listening(EarlyExitDrafter):
 
 
 def spoil(session: Session) -> None:
-    """Large numbers in every slot behind the rows' texts."""
+    """Write large numbers to every slot after the rows' texts."""
     state = session._batch.target_state
     for row, length in enumerate(state.consumed):
         for buffers in state.storage.layers.values():  # type: ignore[attr-defined]
-            for each in buffers:
-                each[row, :, length:] = 1e4
+            for buffer in buffers:
+                buffer[row, :, length:] = 1e4
 
 
 @every_family
 def test_what_lies_behind_the_rows_is_never_read(family: str) -> None:
-    target, drafter, sampling = ours(family), Listening(2), Sampling(0.9)
+    target = ours(family)
+    drafter = Listening(2)
+    sampling = Sampling(0.9)
     session = open_session(
         target, drafter, PROMPTS, max_new_tokens=8, num_draft_tokens=4, sampling=sampling
     )
@@ -206,8 +215,9 @@ def test_what_lies_behind_the_rows_is_never_read(family: str) -> None:
 
 
 def test_a_round_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lower layers had read guesses, and the upper ones had not."""
-    target, failures = HuggingFaceLM(tiny("llama")), [False, True, False, True, True] + [False] * 30
+    """The lower layers have read draft tokens, and the upper ones have not."""
+    target = HuggingFaceLM(tiny("llama"))
+    failures = [False, True, False, True, True] + [False] * 30
     forward = target.forward
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -229,7 +239,7 @@ def test_a_round_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
     assert session.result().tokens == expected.tokens and num_failed == 3
 
 
-# Other forms of the target.
+# Packed and quantized targets.
 
 
 @pytest.mark.parametrize("form", ["packed", "int8", "packed int8"])
@@ -245,21 +255,17 @@ def test_the_target_may_be_packed_or_rounded(family: str, form: str) -> None:
     assert result.acceptance_rate is not None and result.acceptance_rate > 0
 
 
-# What is refused.
+# Several exits.
 
 
 def test_another_exit_shares_the_heads() -> None:
     drafter = EarlyExitDrafter(
         1, head_layers=[1, 2], hidden_size=32, vocab_size=67, sampling=Sampling(0.7)
     )
-    other = drafter.at(2)
-    assert (other.exit_layer, other.sampling) == (
-        2,
-        drafter.sampling,
-    ) and other.heads is drafter.heads
-    assert (
-        drafter.head is not None and other.head is drafter.heads["2"] and drafter.at(3).head is None
-    )
+    second_exit = drafter.at(2)
+    assert second_exit.exit_layer == 2 and second_exit.sampling == drafter.sampling
+    assert second_exit.heads is drafter.heads and second_exit.head is drafter.heads["2"]
+    assert drafter.head is not None and drafter.at(3).head is None
     with pytest.raises(ValueError, match="exit_layer must be at least 1"):
         drafter.at(0)
 

@@ -1,4 +1,4 @@
-"""docs/extending.md: its modules, written as they stand there, do what it says."""
+"""The modules in docs/extending.md work as the page says, exactly as they are printed there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.stri
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The modules of the page in the current directory, beside what ships; as for a script, it is not searched."""
+    """Put the page's modules into the current directory, with the shipped files.
+
+    As for an installed script, the current directory is not on `sys.path`.
+    """
     for name, source in MODULES.items():
         (tmp_path / f"{name}.py").write_text(source)
     for name in ("checkpoints", "configs"):
@@ -64,11 +67,11 @@ def test_every_command_works(command: str) -> None:
 def test_the_installed_script_finds_what_lies_in_the_current_directory(
     words: tuple[str, ...],
 ) -> None:
-    more = () if "--drafter.help" in words else ("--max_new_tokens", "4", "--repeats", "0")
-    done = subprocess.run(
-        [SCRIPT, "decode", *words, *more], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    command = [SCRIPT, "decode", *words]
+    if "--drafter.help" not in words:
+        command += ["--max_new_tokens", "4", "--repeats", "0"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("verb", ["sweep", "audit"])
@@ -164,7 +167,8 @@ class Plain(LightningModule):
 
     def training_step(self, batch, index):
         scores = self.out(self.embed(batch["tokens"][:, :-1]))
-        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+        labels = batch["tokens"][:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels)
 
     def validation_step(self, batch, index):
         self.log("val/loss", self.training_step(batch, index))

@@ -496,7 +496,8 @@ def test_a_pipeline_decodes_speculatively() -> None:
 
 def test_what_changes_no_token_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     inputs = padded(texts=TEXTS[:1])
-    decoder().generate(**inputs, max_new_tokens=3, use_cache=False)
+    with caplog.at_level("INFO", logger="lightning_specdec"):
+        decoder().generate(**inputs, max_new_tokens=3, use_cache=False)
     assert "without effect in speculative decoding: use_cache" in caplog.text
 
 

@@ -239,3 +239,12 @@ def test_a_model_that_cannot_go_back_is_refused_by_name(
     with pytest.raises(ValueError, match=words) as caught:
         HuggingFaceLM(model)
     assert type(model).__name__ in str(caught.value)
+
+
+def test_eos_tokens_of_a_generation_config_count_however_the_model_is_given() -> None:
+    model = tiny("llama", vocab_size=400)
+    model.generation_config.eos_token_id = [5, 7]
+    tokenizer = tiny_tokenizers.byte_level()
+    for target in (model, HuggingFaceLM(model)):
+        decoder = SpeculativeDecoder(target, tokenizer=tokenizer)
+        assert {5, 7} <= set(decoder.eos)

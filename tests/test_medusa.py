@@ -1,4 +1,4 @@
-"""Laws of the heads: they guess from the state that the text's last token came from alone; how their weights begin."""
+"""Laws of Medusa heads: what hidden state they draft from, and how their weights start."""
 
 from __future__ import annotations
 
@@ -36,17 +36,23 @@ from lightning_specdec.rules import RejectionSampling, Sampling
 
 
 class Checked(MedusaDrafter):
-    """Compares each draft with what the heads say of the target's hidden states read from scratch, and notes it."""
+    """Compares each draft with the heads' logits for hidden states that are computed from scratch.
+
+    Records each draft's text and length in `drafts`.
+    """
 
     def __init__(self, drafter: MedusaDrafter, target: LanguageModel) -> None:
         super().__init__(**drafter.arguments())
-        self.heads, self.target = drafter.heads, [target]  # in a list: no module of this one
-        self.made: list[tuple[list[int], int]] = []
+        self.heads = drafter.heads
+        # In a list, so that it is not a submodule.
+        self.targets = [target]
+        self.drafts: list[tuple[list[int], int]] = []
 
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        draft, (target,) = super().propose(state, request, windows, sampling), self.target
+        draft = super().propose(state, request, windows, sampling)
+        (target,) = self.targets
         lengths = (
             [draft.tokens.shape[1]] * len(windows)
             if draft.lengths is None
@@ -60,7 +66,7 @@ class Checked(MedusaDrafter):
         ):
             if not window:
                 continue
-            self.made.append((list(text), length))
+            self.drafts.append((list(text), length))
             assert length in (0, min(window, self.settings.num_heads))
             if not length:
                 continue
@@ -73,10 +79,12 @@ class Checked(MedusaDrafter):
 
 
 class Script(Window, Plan):
-    """These windows, again and again."""
+    """Cycles through these windows."""
 
     def __init__(self, *windows: int) -> None:
-        self.script, self.largest, self.turn = windows, max(windows), 0
+        self.script = windows
+        self.largest = max(windows)
+        self.turn = 0
 
     def plan(self, *, jointly: bool) -> Plan:
         return Script(*self.script)
@@ -98,7 +106,8 @@ class Script(Window, Plan):
 def test_every_guess_comes_from_the_state_behind_the_last_token_but_one(
     name: str, window: Window, temperature: float
 ) -> None:
-    target, sampling = cases.target(name), Sampling(temperature)
+    target = cases.target(name)
+    sampling = Sampling(temperature)
     checked = Checked(heads(target), target)
     result = speculative_decode(
         target,
@@ -110,15 +119,16 @@ def test_every_guess_comes_from_the_state_behind_the_last_token_but_one(
         eos=cases.EOS,
     )
     assert result.tokens == cases.standard(name, sampling, 12).tokens
-    # The first call of the target shows a state, with a draft or without.
-    silent = [text for text, length in checked.made if not length]
+    # A row has a hidden state after the target's first call, whether or not that had a draft.
+    silent = [text for text, length in checked.drafts if not length]
     assert silent == ([] if window.script[0] == 0 else cases.PROMPTS)  # type: ignore[attr-defined]
-    assert len(checked.made) > len(silent)
+    assert len(checked.drafts) > len(silent)
 
 
 @pytest.mark.parametrize("name", ["rnn", "transformer", "llama"])
 def test_rows_join_leave_and_go_on_without_taking_over_each_others_states(name: str) -> None:
-    target, generator = cases.target(name), random.Random(5)
+    target = cases.target(name)
+    generator = random.Random(5)
     checked = Checked(heads(target), target)
     session = Session(
         target,
@@ -137,10 +147,10 @@ def test_rows_join_leave_and_go_on_without_taking_over_each_others_states(name: 
             rows.append(session.add(begun[-1], max_new_tokens=generator.randint(2, 14)))
         if turn < 45 and ended and generator.random() < 0.5:
             row = ended.pop(generator.randrange(len(ended)))
-            kept = row.text[: generator.randint(1, len(row.text))]
-            begun.append(
-                [*kept, *(generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 3)))]
-            )
+            prefix = row.text[: generator.randint(1, len(row.text))]
+            num_new = generator.randint(1, 3)
+            new_tokens = [generator.randrange(cases.VOCAB) for _ in range(num_new)]
+            begun.append([*prefix, *new_tokens])
             rows.append(session.resume(row, begun[-1], max_new_tokens=9))
         if session.live and generator.random() < 0.1:
             session.cancel(generator.choice(session.live))
@@ -148,25 +158,27 @@ def test_rows_join_leave_and_go_on_without_taking_over_each_others_states(name: 
         ended += [row for row in rows if not row.live]
         rows = [row for row in rows if row.live]
     assert not session.live and len(begun) > 20
-    silent = [text for text, length in checked.made if not length]
+    silent = [text for text, length in checked.drafts if not length]
     assert all(text in begun for text in silent), "a row that has been read before has no guess"
-    assert len(silent) < len(checked.made) / 2
+    assert len(silent) < len(checked.drafts) / 2
 
 
 def test_only_as_many_heads_are_asked_as_guesses_are_wanted() -> None:
-    target, calls = cases.target("transformer"), [0]
+    target = cases.target("transformer")
+    calls = [0]
     drafter = deepcopy(heads(target, num_steps=0))
     for head in drafter.heads.children():
         head.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
     speculative_decode(target, drafter, [1, 2, 3], max_new_tokens=1, num_draft_tokens=3)
     assert calls == [0], "nothing is known of the text in its first round"
     result = speculative_decode(target, drafter, [1, 2, 3], max_new_tokens=12, num_draft_tokens=2)
-    assert calls == [sum(len(each.drafted) for each in result.rows[0].rounds or ())]
+    assert calls == [sum(len(record.drafted) for record in result.rows[0].rounds or ())]
 
 
 @pytest.mark.parametrize("name", ["rnn", "llama"])
 def test_a_turn_begins_without_a_guess_and_answers_as_if_read_from_scratch(name: str) -> None:
-    target, text = cases.target(name), [1, 2, 3]
+    target = cases.target(name)
+    text = [1, 2, 3]
     conversation = Conversation(
         target, heads(target), DecodingConfig(eos=(cases.EOS,), max_new_tokens=9)
     )
@@ -176,8 +188,8 @@ def test_a_turn_begins_without_a_guess_and_answers_as_if_read_from_scratch(name:
         while row.live:
             conversation.session.step()
         assert row.rounds[0].drafted == []
-        whole = autoregressive_decode(target, text, max_new_tokens=9, eos=cases.EOS).tokens[0]
-        assert row.text[len(text) :] == whole
+        expected = autoregressive_decode(target, text, max_new_tokens=9, eos=cases.EOS).tokens[0]
+        assert row.text[len(text) :] == expected
         text = row.text
 
 
@@ -197,7 +209,8 @@ def test_perfect_heads_are_kept_whole_in_every_round_but_the_first(
         sampling=Sampling(1.0),
     )
     for row in result.rows:
-        assert [len(each.drafted) for each in row.rounds or ()] == [0, *[num_heads] * 3]
+        num_drafted = [len(record.drafted) for record in row.rounds or ()]
+        assert num_drafted == [0, num_heads, num_heads, num_heads]
     assert (
         result.acceptance_rate == 1.0
         and result.num_target_calls == 4
@@ -208,7 +221,9 @@ def test_perfect_heads_are_kept_whole_in_every_round_but_the_first(
 def test_what_is_remembered_moves_with_its_row() -> None:
     target = cases.target("rnn")
     state = heads(target).init_state(2, 9, TargetContext(target, target.init_state(2, 9)))
-    state.scored, state.lengths, state.num_added = torch.arange(16.0).view(2, 2, 4), [5, 7], [1, 2]
+    state.scored = torch.arange(16.0).view(2, 2, 4)
+    state.lengths = [5, 7]
+    state.num_added = [1, 2]
     state.select([1, -1, 0])
     assert state.lengths == [7, 0, 5] and state.num_added[::2] == [2, 1]
     assert state.scored is not None and state.scored[:, 0, 0].tolist()[::2] == [8.0, 0.0]
@@ -226,14 +241,16 @@ def test_fused_heads_say_the_same_and_are_packed_where_they_are_large(num_tokens
     )
     for parameter in drafter.parameters():
         nn.init.normal_(parameter, std=0.2)
-    fused, hidden = drafter.fused(), torch.randn(2, 24)
+    fused = drafter.fused()
+    hidden = torch.randn(2, 24)
     assert fused.arguments() == drafter.arguments()
     assert any(isinstance(part, PackedLinear) for part in fused.modules()) == (
         num_tokens > MAX_STACKED_TOKENS
     )
     with torch.no_grad():
-        for number, made in enumerate(fused.first_logits(3, hidden)):
-            torch.testing.assert_close(made, drafter.logits(number, hidden), atol=1e-5, rtol=1e-5)
+        for number, logits in enumerate(fused.first_logits(3, hidden)):
+            expected = drafter.logits(number, hidden)
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
     if fused.stacked is not None:
         with pytest.raises(ValueError, match="convert the drafter before"):
             fused.to(torch.float64)
@@ -241,19 +258,21 @@ def test_fused_heads_say_the_same_and_are_packed_where_they_are_large(num_tokens
 
 @pytest.mark.parametrize("name", [*OPEN, "gemma3_text", "longcat_flash"])
 def test_a_new_head_that_was_copied_from_the_target_says_what_the_target_says(name: str) -> None:
-    target, rounded, tokens = family(name), family(name), torch.tensor([cases.PROMPTS[3]])
-    quantize(rounded.model, "int8")
-    for model in (target, target.fused(), rounded):
+    target = family(name)
+    quantized = family(name)
+    quantize(quantized.model, "int8")
+    tokens = torch.tensor([cases.PROMPTS[3]])
+    for model in (target, target.fused(), quantized):
         drafter = small(hidden_size=32, vocab_size=cases.VOCAB, num_blocks=2).init_from(model)
         (layer,) = drafter.features(model)
         output = model(tokens, features=(layer,))
         for number in range(2):
-            made = drafter.logits(number, output.features[layer])
-            torch.testing.assert_close(made, output.logits, atol=1e-4, rtol=1e-4)
+            logits = drafter.logits(number, output.features[layer])
+            torch.testing.assert_close(logits, output.logits, atol=1e-4, rtol=1e-4)
 
 
 def test_heads_are_as_wide_as_what_the_targets_output_head_reads() -> None:
-    """Which need not be as wide as its layers: some of the OPT models narrow their last layer's output."""
+    """That need not be the layers' width: some OPT models project their last layer's output."""
     target = HuggingFaceLM(tiny("opt", vocab_size=cases.VOCAB, word_embed_proj_dim=16))
     assert target.hidden_size == 16
     drafter = small(hidden_size=16, vocab_size=cases.VOCAB).init_from(target)
@@ -268,7 +287,7 @@ def test_heads_of_one_type_serve_a_target_of_another() -> None:
 
 
 def test_weights_have_medusas_names() -> None:
-    """Those of its published files are sequences of blocks and a linear layer, without the prefix."""
+    """Published files have sequences of blocks and a linear layer, without the prefix."""
     names = [
         "0.0.linear.weight",
         "0.0.linear.bias",
@@ -288,7 +307,7 @@ def test_a_target_of_another_kind_is_refused_by_name() -> None:
         small(hidden_size=16).check_target(rnn)
     closed = Chain()
     closed.num_layers = None
-    with pytest.raises(ValueError, match="Chain gives no hidden states"):
+    with pytest.raises(ValueError, match="Chain returns no hidden states"):
         small(hidden_size=11, vocab_size=11).check_target(closed)
 
 

@@ -1,4 +1,4 @@
-"""A drafter of the user's own, one module outside the package, is reachable wherever one of ours is."""
+"""A user's drafter, in a module outside the package, works wherever one of ours does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HabitSettings(Settings):
 
 
 class HabitDrafter(Drafter):
-    """Repeats the token that stood `period` places before."""
+    """Repeats the token `period` positions before."""
 
     Settings = HabitSettings
 
@@ -72,7 +72,8 @@ def test_it_meets_the_laws(kind: type[Any], target: str, sampling: Sampling) -> 
             "num_draft_tokens": window,
             "sampling": sampling,
         }
-        model, drafter = cases.target(target), kind(period=3)
+        model = cases.target(target)
+        drafter = kind(period=3)
         batch = speculative_decode(model, drafter, cases.PROMPTS, eos=cases.EOS, **options)
         assert batch.tokens == cases.standard(target, sampling, 10).tokens
         row = speculative_decode(
@@ -103,7 +104,8 @@ def test_its_import_path_names_it_and_its_settings_are_checked(kind: type[Any]) 
 def test_a_decoder_takes_its_name_and_a_file_gives_it_back_to_who_names_it(
     kind: type[Any], tmp_path: Path
 ) -> None:
-    path, target = tmp_path / "own.safetensors", cases.target("rnn")
+    path = tmp_path / "own.safetensors"
+    target = cases.target("rnn")
     named = SpeculativeDecoder.from_pretrained(target, drafter=Choice(NAME, {"period": 3}))
     assert type(named.drafter) is kind and named.drafter.settings.period == 3
     expected = named.decode(cases.PROMPTS, max_new_tokens=9)
@@ -118,9 +120,9 @@ def test_a_decoder_takes_its_name_and_a_file_gives_it_back_to_who_names_it(
 
 
 def test_every_kind_that_is_found_in_the_rooms_goes_through_the_laws() -> None:
-    met = {type(cases.drafter(name, target)) for target, name in cases.ONE_EACH}
+    tested_kinds = {type(cases.drafter(name, target)) for target, name in cases.ONE_EACH}
     assert {*DRAFTERS} == {
-        kind.__name__ for kind in met if kind.__module__.startswith("lightning_specdec.")
+        kind.__name__ for kind in tested_kinds if kind.__module__.startswith("lightning_specdec.")
     }
     assert all(DRAFTERS.load(name).__name__ == name and DRAFTERS.summary(name) for name in DRAFTERS)
     assert {"ExactMatch", "RejectionSampling"} <= {*RULES} == {*cases.RULES}
@@ -131,12 +133,12 @@ def test_a_decoder_takes_a_kind_by_its_name_too(kind: type[Any]) -> None:
     decoder = SpeculativeDecoder(target, {"class_path": NAME, "init_args": {"period": 3}})
     assert type(decoder.drafter) is kind and decoder.drafter.settings.period == 3
     assert type(decoder.with_drafter("NGramDrafter").drafter) is NGramDrafter
-    for wrong, told in (
+    for wrong, message in (
         ("NGramDraftr", "did you mean NGramDrafter"),
         (3, "drafter must be a name"),
         (kind, "a name"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             decoder.with_drafter(wrong)  # type: ignore[arg-type]
     assert (
         Choice(NAME, {"period": 3}).label == f"{NAME}(period=3)"
@@ -147,8 +149,8 @@ def test_a_decoder_takes_a_kind_by_its_name_too(kind: type[Any]) -> None:
 def test_a_rule_is_made_from_nothing_a_name_a_choice_or_itself() -> None:
     assert type(make_rule(None)) is ExactMatch
     assert type(make_rule("RejectionSampling")).__name__ == "RejectionSampling"
-    made = make_rule(Choice("TypicalAcceptance", {"delta": 0.2}))
-    assert made.settings.to_dict() == {"epsilon": 0.09, "delta": 0.2} and make_rule(made) is made
+    rule = make_rule(Choice("TypicalAcceptance", {"delta": 0.2}))
+    assert rule.settings.to_dict() == {"epsilon": 0.09, "delta": 0.2} and make_rule(rule) is rule
     for wrong in (
         "RejectSampling",
         Choice("EpsilonThreshold", {"epsilon": 0}),

@@ -1,4 +1,4 @@
-"""Lookup joined to a draft: each row takes the one's guesses or the other's, and neither notices the other."""
+"""Lookup with a fallback: each row has tokens of one of the two, and neither affects the other."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ FALLBACKS: dict[str, tuple[str, Callable[[LanguageModel], Drafter]]] = {
     "exit": ("llama", cases.DRAFTERS["early_exit"]),
     "staged exit": ("llama", cases.DRAFTERS["staged_exit"]),
 }
-"""What may stand behind the lookup, each with a target."""
+"""Drafters to fall back to, each with a target."""
 
 
 class Counted(ModelDrafter):
-    """Notes which rows it was asked to guess for."""
+    """Records which rows it drafts for."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
-        self.asked: list[list[int]] = []
+        self.drafted_rows: list[list[int]] = []
 
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        self.asked.append([row for row, window in enumerate(windows) if window])
+        self.drafted_rows.append([row for row, window in enumerate(windows) if window])
         return super().propose(state, request, windows, sampling)
 
 
@@ -90,45 +90,45 @@ def propose(
 def test_where_the_look_up_finds_something_for_every_row_the_fallback_is_not_asked(
     prompts: list[list[int]],
 ) -> None:
-    target, fallback = cases.target("rnn"), Counted(cases.related(cases.target("rnn")))
+    target = cases.target("rnn")
+    fallback = Counted(cases.related(target))
     session = open_session(
         target, NGramWithFallback(NGramDrafter(), fallback), prompts, max_new_tokens=8
     )
     session.step()
-    assert not fallback.asked and session.num_draft_calls == 0
+    assert not fallback.drafted_rows and session.num_draft_calls == 0
     assert all(row.rounds[0].drafted for row in session.live)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_token_was_drawn_from_the_distribution_that_is_reported(temperature: float) -> None:
-    """A certain one for rows that were looked up, and for the others the fallback's own."""
-    target, lookup = cases.target("rnn"), cases.LONG_MATCHES
+    """It is one-hot for rows with a match, and the fallback's for the others."""
+    target = cases.target("rnn")
+    lookup = cases.LONG_MATCHES
     fallback = cases.drafter("near", "rnn")
-    draft, own = (
-        propose(drafter, target, PROMPTS, temperature)
-        for drafter in (NGramWithFallback(lookup, fallback), fallback)
-    )
-    copies = propose(lookup, target, PROMPTS)
+    draft = propose(NGramWithFallback(lookup, fallback), target, PROMPTS, temperature)
+    fallback_draft = propose(fallback, target, PROMPTS, temperature)
+    lookup_draft = propose(lookup, target, PROMPTS)
     assert draft.lengths is not None and draft.lengths.tolist() == [3, 3, 3, 3]
-    assert copies.lengths is not None and copies.lengths.tolist() == [3, 3, 0, 3]
-    found = [0, 1, 3]
-    assert torch.equal(draft.tokens[found], copies.tokens[found]) and torch.equal(
-        draft.tokens[2], own.tokens[2]
-    )
-    assert (draft.probs is None) == (own.probs is None) == (temperature == 0)
-    if draft.probs is not None and own.probs is not None:
+    assert lookup_draft.lengths is not None and lookup_draft.lengths.tolist() == [3, 3, 0, 3]
+
+    matched = [0, 1, 3]
+    assert torch.equal(draft.tokens[matched], lookup_draft.tokens[matched])
+    assert torch.equal(draft.tokens[2], fallback_draft.tokens[2])
+    assert (draft.probs is None) == (fallback_draft.probs is None) == (temperature == 0)
+    if draft.probs is not None and fallback_draft.probs is not None:
         one_hot = torch.nn.functional.one_hot(draft.tokens, cases.VOCAB).float()
-        assert torch.equal(draft.probs[found], one_hot[found]) and torch.equal(
-            draft.probs[2], own.probs[2]
-        )
+        assert torch.equal(draft.probs[matched], one_hot[matched])
+        assert torch.equal(draft.probs[2], fallback_draft.probs[2])
 
 
 @pytest.mark.parametrize("kind", FALLBACKS)
 def test_rows_side_by_side_guess_what_each_guesses_alone(kind: str) -> None:
-    """So the fallback forgets what it guessed where the lookup's guesses went to the target."""
+    """So the fallback forgets its draft where the lookup's tokens went to the target."""
     name, make = FALLBACKS[kind]
     target = cases.target(name)
-    drafter, mixed = NGramWithFallback(cases.LONG_MATCHES, make(target)), []
+    drafter = NGramWithFallback(cases.LONG_MATCHES, make(target))
+    mixed: list[Any] = []
     joined = ngram_with_fallback._joined
 
     def noted(*drafts: Any) -> Draft:
@@ -194,9 +194,12 @@ def test_an_exit_reads_no_prompt_twice_where_others_guesses_are_tested() -> None
 
 
 def decoded(drafter: Drafter) -> list[list[int]]:
-    """Many rows that begin alike, for which the lookup finds something at once, each batch with one for which not."""
+    """Decode many rows of one prompt, for which the lookup has a match in the first round.
+
+    Each batch also has one row for which it has none.
+    """
     rows = []
-    for first in range(0, NUM_ROWS, 128):
+    for start_index in range(0, NUM_ROWS, 128):
         result = speculative_decode(
             whole_target("rnn"),
             drafter,
@@ -205,7 +208,7 @@ def decoded(drafter: Drafter) -> list[list[int]]:
             num_draft_tokens=2,
             rule=RejectionSampling(),
             sampling=SAMPLING,
-            indices=[*range(first, first + 128), NUM_ROWS + first],
+            indices=[*range(start_index, start_index + 128), NUM_ROWS + start_index],
         )
         rows += result.tokens[:-1]
     return rows
@@ -245,7 +248,8 @@ def test_on_a_text_that_repeats_itself_rounds_yield_at_least_what_the_fallback_y
     with torch.no_grad():
         for name, weight in target.named_parameters():
             if "weight_hh" in name:
-                weight.zero_()  # it looks no further back than a token, so it soon goes round in a circle
+                # The next token depends on the last one only, so the text soon repeats itself.
+                weight.zero_()
     fallback = cases.DRAFTERS[kind](target)
     options: dict[str, Any] = {"max_new_tokens": 40, "num_draft_tokens": 4}
     alone = speculative_decode(target, fallback, PROMPTS, **options)

@@ -76,7 +76,7 @@ def batches(data: TokenData, split: str) -> list[Batch]:
     rows = data.rows(split)
     generator = torch.Generator().manual_seed(3)
     order = torch.randperm(len(rows), generator=generator)
-    return [data.collate([rows[i] for i in indices]) for indices in order.split(4)]
+    return [data.collate([rows[i] for i in group.tolist()]) for group in order.split(4)]
 
 
 def real(values: Tensor, batch: Batch) -> Tensor:

@@ -580,3 +580,11 @@ def test_decode_runs_in_openvino(tmp_path: Path, cache: Path) -> None:
         [each["speculative"]["tokens"] for each in output.json["prompts"]] for output in outputs
     )
     assert in_torch == in_openvino
+
+
+def test_another_decoder_of_the_same_model_changes_nothing(cache: Path) -> None:
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", max_position_embeddings=200)))
+    first = SpeculativeDecoder(model, NGramDrafter())
+    expected = first.decode([[1, 2, 3]], max_new_tokens=8).tokens
+    SpeculativeDecoder(model, NGramDrafter()).decode([[1, 2, 3]], max_new_tokens=8)
+    assert first.decode([[1, 2, 3]], max_new_tokens=8).tokens == expected

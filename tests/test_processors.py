@@ -1,6 +1,7 @@
-"""Logits processors: the target's distribution is the processed one, and everything that holds of it holds with them.
+"""Logits processors: all laws hold for the processed distribution of the target.
 
-Those of transformers are used as they are. The oracle is standard decoding by its definition, and exact enumeration.
+Processors of transformers are used unchanged. The oracles are standard decoding by its definition,
+and exact enumeration.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lightning_specdec.rules import LogitsProcessor, RejectionSampling, Sampling
 
 VOCAB = cases.VOCAB
 PENALTY = theirs.RepetitionPenaltyLogitsProcessor(1.6)
-ASKED: list[list[int]] = []
+PREFIXES: list[list[int]] = []
 KINDS: dict[str, tuple[LogitsProcessor, ...]] = {
     "repetition": (PENALTY,),
     "no_repeat": (theirs.NoRepeatNGramLogitsProcessor(2),),
@@ -45,7 +46,7 @@ HOT = {
 def slow_decode(
     target: str, prompt: Sequence[int], processors: Sequence[LogitsProcessor], num_new: int
 ) -> list[int]:
-    """Greedy decoding by the definition: one row alone, for each token the whole text is read and processed."""
+    """Greedy decoding by definition: read and process the whole text of one row for each token."""
     text = list(prompt)
     while len(text) < len(prompt) + num_new:
         ids = torch.tensor([text])
@@ -93,7 +94,7 @@ def test_the_processors_of_these_laws_do_change_the_output(kind: str) -> None:
 def test_greedy_speculative_equals_autoregressive_with_processors(
     target: str, drafter: str, kind: str, rule: str
 ) -> None:
-    """A rule sees processed logits alone, whatever processed them."""
+    """Rules get processed logits only."""
     sampling = Sampling(processors=KINDS[kind])
     result = cases.decode(
         target,
@@ -123,7 +124,7 @@ def test_exact_match_equals_autoregressive_with_processors_at_every_temperature(
 
 
 def dead_end(length: int) -> LogitsProcessor:
-    """Leaves no token to texts of that length or more."""
+    """Forbids all tokens after texts of at least that length."""
     return lambda prefix, scores: (
         torch.full_like(scores, -torch.inf) if prefix.shape[1] >= length else scores
     )
@@ -137,7 +138,8 @@ def dead_end(length: int) -> LogitsProcessor:
 def test_a_processor_that_leaves_no_token_ends_its_row_both_ways(
     target: str, drafter: str, temperature: float
 ) -> None:
-    model, sampling = cases.target(target), Sampling(temperature, processors=[dead_end(5)])
+    model = cases.target(target)
+    sampling = Sampling(temperature, processors=[dead_end(5)])
     for decode in (
         lambda: autoregressive_decode(model, [1, 2, 3], max_new_tokens=6, sampling=sampling),
         lambda: speculative_decode(
@@ -148,42 +150,47 @@ def test_a_processor_that_leaves_no_token_ends_its_row_both_ways(
 
 
 def record(prefix: Tensor, scores: Tensor) -> Tensor:
-    ASKED.append(prefix[0].tolist())
+    PREFIXES.append(prefix[0].tolist())
     return scores
 
 
 def test_each_position_is_asked_about_with_its_own_unpadded_prefix() -> None:
     sampling = Sampling(processors=[record])
-    ASKED.clear()
+    PREFIXES.clear()
     logits = torch.randn(4, 3, VOCAB)
     processed = sampling.process(logits, [[5], [6, 7, 8], None, [9]], [[1, 2], [3], [4, 4], []])
-    assert ASKED == [[5], [5, 1], [5, 1, 2], [6, 7, 8], [6, 7, 8, 3], [9]]
+    assert PREFIXES == [[5], [5, 1], [5, 1, 2], [6, 7, 8], [6, 7, 8, 3], [9]]
     assert torch.equal(processed, logits)
 
 
 def test_nothing_is_asked_behind_a_guess_that_a_lossless_rule_cannot_keep() -> None:
     never_four = theirs.SuppressTokensLogitsProcessor([4], device="cpu")
     sampling = Sampling(processors=[never_four, record])
-    for stop, asked in ((True, [[1], [1, 2]]), (False, [[1], [1, 2], [1, 2, 4], [1, 2, 4, 3]])):
-        ASKED.clear()
+    expected_prefixes = {
+        True: [[1], [1, 2]],
+        False: [[1], [1, 2], [1, 2, 4], [1, 2, 4, 3]],
+    }
+    for stop, prefixes in expected_prefixes.items():
+        PREFIXES.clear()
         sampling.process(torch.zeros(1, 4, VOCAB), [[1]], [[2, 4, 3]], stop_at_impossible=stop)
-        assert asked == ASKED
+        assert prefixes == PREFIXES
 
 
 def test_the_repetition_penalty_is_that_of_transformers() -> None:
-    """Built in, so that the command line needs no transformers; it goes before other processors."""
-    own, others = Sampling(0.7, repetition_penalty=1.6), Sampling(0.7, processors=[PENALTY])
-    logits, texts = torch.randn(3, 1, VOCAB), [[1], [2, 3, 2], list(range(VOCAB))]
-    assert torch.equal(own.process(logits, texts), others.process(logits, texts))
-    assert [type(each).__name__ for each in replace(own, processors=[record]).processors][1:] == [
-        "function"
-    ]
-    assert own.changed(repetition_penalty=None).processors == ()
+    """It is built in, so the command line needs no transformers. It precedes other processors."""
+    built_in = Sampling(0.7, repetition_penalty=1.6)
+    of_transformers = Sampling(0.7, processors=[PENALTY])
+    logits = torch.randn(3, 1, VOCAB)
+    texts = [[1], [2, 3, 2], list(range(VOCAB))]
+    assert torch.equal(built_in.process(logits, texts), of_transformers.process(logits, texts))
+    penalty, *processors = replace(built_in, processors=[record]).processors
+    assert type(penalty).__name__ == "RepetitionPenalty" and processors == [record]
+    assert built_in.changed(repetition_penalty=None).processors == ()
     config = DecodingConfig(temperature=0.7, repetition_penalty=1.6, top_k=3, processors=(record,))
     assert Sampling.of(config) == Sampling(
         0.7, top_k=3, repetition_penalty=1.6, processors=[record]
     )
-    assert Sampling.of(DecodingConfig.of(sampling=own)) == own
+    assert Sampling.of(DecodingConfig.of(sampling=built_in)) == built_in
 
 
 @pytest.mark.parametrize("answer", [lambda ids, scores: None, lambda ids, scores: scores[0]])
@@ -203,28 +210,30 @@ def fewer_repeats(prefix: Tensor, scores: Tensor) -> Tensor:
 def test_a_round_with_processors_has_exactly_the_processed_targets_distribution(
     sampling: str, processor: LogitsProcessor
 ) -> None:
-    own, start = replace(exact.SAMPLINGS[sampling], processors=(processor,)), [1, 1, 0]
-    target, draft = exact.world(1), exact.world(101)
-    texts, guesses = [start] * len(exact.DRAFTS), [list(each) for each in exact.DRAFTS]
-    target_logits = own.process(exact.along(target, exact.WINDOW + 1), texts, guesses)
-    draft_logits = own.process(
-        exact.along(draft, exact.WINDOW), texts, [each[:-1] for each in guesses]
-    )
+    processed = replace(exact.SAMPLINGS[sampling], processors=(processor,))
+    prompt = [1, 1, 0]
+    target = exact.world(1)
+    draft = exact.world(101)
+    texts = [prompt] * len(exact.DRAFTS)
+    drafts = [list(tokens) for tokens in exact.DRAFTS]
+    target_logits = processed.process(exact.along(target, exact.WINDOW + 1), texts, drafts)
+    draft_prefixes = [tokens[:-1] for tokens in drafts]
+    draft_logits = processed.process(exact.along(draft, exact.WINDOW), texts, draft_prefixes)
     measured = exact.Measured(
         RejectionSampling(),
         target_logits,
         draft_logits,
-        own,
-        exact.Proposal(own, own),
+        processed,
+        exact.Proposal(processed, processed),
         exact.WINDOW,
     )
-    law = measured.law(exact.guess_probs(own, draft_logits))
+    law = measured.law(exact.guess_probs(processed, draft_logits))
     by_definition = {
-        prefix: processor(torch.tensor([[*start, *prefix]]), logits[None])[0]
+        prefix: processor(torch.tensor([[*prompt, *prefix]]), logits[None])[0]
         for prefix, logits in target.items()
     }
-    expected = exact.block_probs(by_definition, own)
-    probs = {prefix: own.probs(logits).double() for prefix, logits in by_definition.items()}
+    expected = exact.block_probs(by_definition, processed)
+    probs = {prefix: processed.probs(logits).double() for prefix, logits in by_definition.items()}
     assert exact.error_of(law, probs, expected) < exact.TOLERANCE
 
 

@@ -1,4 +1,4 @@
-"""Laws of drafts in stages: the guesses are those of the last stage alone, and nothing is read twice on the way."""
+"""Laws of staged drafts: the tokens are those of the last stage alone, and none is read twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_specdec.rules import Sampling
 
 
 def penalize(prefix: Tensor, scores: Tensor) -> Tensor:
-    """A processor: what stands in the text is less likely."""
+    """A processor that makes the tokens of the text less likely."""
     return scores.scatter_add(1, prefix, torch.full(prefix.shape, -0.5))
 
 
@@ -62,17 +62,18 @@ FIRST: dict[str, Callable[[LanguageModel], Drafter]] = {
     "ngram": lambda model: NGramDrafter(),
     "cross": lambda model: cross(cases.near(model)),
 }
-"""What may stand first, by the model that it guesses for."""
+"""First stages, by the model that they draft for."""
 
 
 class Twins(Drafter):
-    """Guesses in stages and with the last stage alone, side by side, and holds the two against each other."""
+    """Drafts in stages and with the last stage alone, and compares the two."""
 
     gives_logits = True
 
     def __init__(self, staged: StagedDrafter) -> None:
         super().__init__()
-        self.staged, self.alone = staged, staged.larger
+        self.staged = staged
+        self.alone = staged.larger
         self.num_compared = 0
 
     @property
@@ -108,10 +109,10 @@ class Twins(Drafter):
         )
         for row, window in enumerate(windows):
             assert staged.tokens[row, :window].tolist() == alone.tokens[row, :window].tolist()
-            for one, other in ((staged.probs, alone.probs), (staged.logits, alone.logits)):
-                if one is not None and other is not None:
+            for values, expected in ((staged.probs, alone.probs), (staged.logits, alone.logits)):
+                if values is not None and expected is not None:
                     torch.testing.assert_close(
-                        one[row, :window], other[row, :window], rtol=1e-5, atol=1e-5
+                        values[row, :window], expected[row, :window], rtol=1e-5, atol=1e-5
                     )
             self.num_compared += window
         if staged.lengths is not None:
@@ -127,7 +128,7 @@ class Twins(Drafter):
 def compare(
     target: LanguageModel, staged: StagedDrafter, sampling: Sampling, window: int, rule: str
 ) -> None:
-    """Rows come, go and end at different times; every round's guesses are those of the last stage alone."""
+    """Compare every round's tokens, while rows join, leave and end at different times."""
     twins = Twins(staged)
     session = Session(
         target,
@@ -205,7 +206,7 @@ def test_so_it_does_over_the_targets_own_lower_layers(first: str, sampling: str)
 def test_what_lower_layers_hand_on_is_what_they_make_of_the_drafts_own_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[int] = []
+    checked_lengths: list[int] = []
     forward = HuggingFaceLM.forward
 
     def spy(
@@ -219,15 +220,14 @@ def test_what_lower_layers_hand_on_is_what_they_make_of_the_drafts_own_tokens(
             return forward(self, tokens, state, **options)
         for row, (read, length) in enumerate(zip(state.consumed, exit_states.lengths, strict=True)):
             session_row = session._batch.rows[row]
-            first = [
-                *session_row.text[read:],
-                *tokens[row, len(session_row.text) - read :].tolist(),
-            ]
-            assert tokens[row, : len(session_row.text) - read].tolist() == session_row.text[read:]
-            text = torch.tensor([[*session_row.text[:read], *first[:length]]])
+            unread = session_row.text[read:]
+            draft_tokens = tokens[row, len(unread) :].tolist()
+            assert tokens[row, : len(unread)].tolist() == unread
+            tokens_read = [*unread, *draft_tokens][:length]
+            text = torch.tensor([[*session_row.text[:read], *tokens_read]])
             fresh = LLAMA(text, features=(1,)).features[1]
             assert_close(exit_states.hidden[row, :length], fresh[0, read:])
-            seen.append(length)
+            checked_lengths.append(length)
         return forward(self, tokens, state, exit_states=exit_states, **options)
 
     monkeypatch.setattr(HuggingFaceLM, "forward", spy)
@@ -238,8 +238,9 @@ def test_what_lower_layers_hand_on_is_what_they_make_of_the_drafts_own_tokens(
     while session.step():
         pass
     assert session.result().tokens == cases.standard("llama", Sampling(), 12).tokens
-    assert len(seen) > 12 and seen.count(4) > len(seen) / 3, (
-        "a window of 4 hands on all but its last guess"
+    assert len(checked_lengths) > 12
+    assert checked_lengths.count(4) > len(checked_lengths) / 3, (
+        "a window of 4 hands on all but its last draft token"
     )
 
 
@@ -247,7 +248,7 @@ def test_what_lower_layers_hand_on_is_what_they_make_of_the_drafts_own_tokens(
 def test_the_host_reads_the_device_twice_for_each_call_of_the_larger_stage(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exception to one read a round: what the larger stage keeps decides what it reads next."""
+    """An exception to one read a round: what the larger stage keeps decides what it reads next."""
     model = middle("rnn")
     staged = StagedDrafter([ModelDrafter(cases.near(model)), ModelDrafter(model)], stage_windows=2)
     session = open_session(
@@ -268,12 +269,12 @@ def test_the_host_reads_the_device_twice_for_each_call_of_the_larger_stage(
 
 
 class Told(ModelDrafter):
-    """Notes what it drafts for its only row, and how much of it is said to be kept."""
+    """Records what it drafts for its only row, and how many of these tokens it observes as kept."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
         self.drafted: list[tuple[int, list[int]]] = []
-        self.told: list[int] = []
+        self.observed: list[int] = []
 
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
@@ -283,9 +284,9 @@ class Told(ModelDrafter):
         return draft
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        self.told += (
-            num_accepted if len(self.told) < len(self.drafted) else []
-        )  # it may have drafted nothing
+        # In some calls it has drafted nothing.
+        if len(self.observed) < len(self.drafted):
+            self.observed += num_accepted
         super().observe(state, output, num_accepted)
 
 
@@ -296,22 +297,23 @@ def test_the_smaller_stage_learns_how_many_of_its_tokens_the_larger_one_keeps() 
     result = run(
         open_session(model, staged, [cases.PROMPTS[0]], max_new_tokens=24, num_draft_tokens=5)
     )
-    text, kept = [*cases.PROMPTS[0], *result.tokens[0]], []
+    text = [*cases.PROMPTS[0], *result.tokens[0]]
+    num_kept = []
     for start, tokens in smaller.drafted:
-        pairs = zip(tokens, text[start:], strict=False)
-        kept.append(
-            next((i for i, (drafted, token) in enumerate(pairs) if drafted != token), len(tokens))
-        )
-    assert smaller.told == kept and {*kept} == {0, 1, 2}
+        pairs = enumerate(zip(tokens, text[start:], strict=False))
+        rejected = [i for i, (draft_token, token) in pairs if draft_token != token]
+        num_kept.append(rejected[0] if rejected else len(tokens))
+    assert smaller.observed == num_kept and {*num_kept} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("at_call", range(1, 6))
 def test_a_session_goes_on_after_a_failed_call_of_any_stage(at_call: int) -> None:
     model = middle("rnn")
-    for which in range(2):
-        models = [cases.near(model), model]
-        models[which] = Interrupted(models[which], at_call)
-        staged = StagedDrafter([ModelDrafter(each) for each in models], stage_windows=2)
+    for failing_stage in range(2):
+        stage_models = [cases.near(model), model]
+        stage_models[failing_stage] = Interrupted(stage_models[failing_stage], at_call)
+        stages = [ModelDrafter(stage_model) for stage_model in stage_models]
+        staged = StagedDrafter(stages, stage_windows=2)
         session = open_session(
             cases.target("rnn"),
             staged,

@@ -1,4 +1,4 @@
-"""Heads for tests: fitted to what a tiny target itself writes, so right often, not always; and perfect ones."""
+"""Medusa heads for tests: fitted to a tiny target's output, so often right; and perfect ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPEN = ["llama", "gpt2", "gpt_neox"]
 """Families whose output head can be called by itself."""
 VOCAB = 11
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4]]
-"""Those of the law tests, which import this file."""
+"""The prompts of the law tests, which import this file."""
 
 
 _fitting = True
@@ -30,17 +30,18 @@ _fitting = True
 
 @contextmanager
 def unfitted() -> Iterator[None]:
-    """For questions of what drafters are made of: none is fitted, which takes most of the time that making one does."""
+    """Skip fitting, which takes most of the time, where only a drafter's properties matter."""
     global _fitting
-    before, _fitting = _fitting, False
+    was_fitting = _fitting
+    _fitting = False
     try:
         yield
     finally:
-        _fitting = before
+        _fitting = was_fitting
 
 
 def steps_of_fit(num_steps: int) -> int:
-    """How many steps a drafter is fitted by here."""
+    """How many steps to fit a drafter for."""
     return num_steps if _fitting else 0
 
 
@@ -54,7 +55,7 @@ def small(**arguments: Any) -> MedusaDrafter:
 
 @functools.cache
 def examples(target: LanguageModel) -> tuple[Tensor, Tensor]:
-    """Texts that the target wrote, `[N, T]`, -1 behind the shorter ones, and its last hidden states at their tokens."""
+    """Texts `[N, T]` that the target generated, padded with -1, and its last hidden states."""
     generator = random.Random(2)
     prompts = [[generator.randrange(target.vocab_size) for _ in range(3)] for _ in range(16)]
     prompts += [[token % target.vocab_size for token in prompt] for prompt in PROMPTS]
@@ -71,7 +72,7 @@ def examples(target: LanguageModel) -> tuple[Tensor, Tensor]:
 
 
 def some_tokens(vocab_size: int) -> list[int]:
-    """Most of the tokens: those of a draft that leaves some out."""
+    """A reduced vocabulary of most tokens."""
     return [token for token in range(vocab_size) if token % 5 != 4]
 
 
@@ -87,7 +88,7 @@ def heads(
     The global seed stays as it was.
 
     Args:
-        reduced: whether they can say some tokens alone.
+        reduced: whether they have a reduced vocabulary.
     """
     return _heads(target, num_heads, reduced, steps_of_fit(num_steps))
 
@@ -116,14 +117,12 @@ def _heads(target: LanguageModel, num_heads: int, reduced: bool, num_steps: int)
     weights = list(drafter.parameters())
     optimizer = torch.optim.Adam(weights, lr=0.1)
     for _ in range(num_steps):
-        made = [drafter.logits(i, hidden[:, : -2 - i]) for i in range(num_heads)]
-        losses = [
-            nn.functional.cross_entropy(
-                logits.flatten(0, 1), labels[:, 2 + i :].flatten(), ignore_index=-1
-            )
-            for i, logits in enumerate(made)
-        ]
-        # The target's own weights may want gradients too, and get none.
+        losses = []
+        for i in range(num_heads):
+            logits = drafter.logits(i, hidden[:, : -2 - i]).flatten(0, 1)
+            head_labels = labels[:, 2 + i :].flatten()
+            losses.append(nn.functional.cross_entropy(logits, head_labels, ignore_index=-1))
+        # The target's weights may require gradients, too, and must get none.
         gradients = torch.autograd.grad(torch.stack(losses).sum(), weights)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
@@ -132,18 +131,20 @@ def _heads(target: LanguageModel, num_heads: int, reduced: bool, num_steps: int)
 
 
 class Chain(LanguageModel):
-    """The next token is a function of the last one, which is all that the hidden state tells."""
+    """The next token is a function of the last one, which the hidden state encodes."""
 
     CERTAIN = 60.0
 
     def __init__(self, vocab_size: int = VOCAB) -> None:
         super().__init__()
-        self.vocab_size, self.hidden_size, self.num_layers = vocab_size, vocab_size, 1
+        self.vocab_size = vocab_size
+        self.hidden_size = vocab_size
+        self.num_layers = 1
         self.output = nn.Linear(vocab_size, vocab_size, bias=False)
         self.output.weight.data = self.CERTAIN * self.steps(1)
 
     def steps(self, count: int) -> Tensor:
-        """`[V, V]`: takes a token's unit vector to that of the token so many steps on."""
+        """`[V, V]`: maps a token's unit vector to that of the token `count` steps later."""
         step = torch.zeros(self.vocab_size, self.vocab_size)
         tokens = torch.arange(self.vocab_size)
         step[(3 * tokens + 1) % self.vocab_size, tokens] = 1.0
@@ -173,7 +174,7 @@ class Chain(LanguageModel):
 
 
 def perfect(target: Chain, num_heads: int) -> MedusaDrafter:
-    """Heads that are always right about that target."""
+    """Heads that always predict that target's tokens."""
     size = target.vocab_size
     drafter = MedusaDrafter(num_heads, hidden_size=size, vocab_size=size)
     with torch.no_grad():

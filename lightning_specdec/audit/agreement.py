@@ -23,9 +23,9 @@ class Agreement:
     """Whether speculative decoding produced the tokens of standard decoding, and why not.
 
     Args:
-        kind: "identical"; "lossy" for a rule or a target that may change the output; "random" for two draws of
-            one distribution; "near-tie" for a difference that rounding explains; "fault" for one
-            that nothing explains.
+        kind: "identical"; "lossy" for a rule or a target that may change the output; "random" for
+            two draws of one distribution; "near-tie" for a difference that rounding explains;
+            "fault" for one that nothing explains.
         text: the finding in a few words.
     """
 

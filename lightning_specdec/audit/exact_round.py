@@ -45,7 +45,7 @@ MAX_LOGITS_RATIO = 8.0
 The rounding is measured in a few ways to read a text, and a round is one more. A logit of another
 position differs by far more."""
 MAX_STEPS = 256
-"""Steps that the functions searched together may have: so many, and so many more for each."""
+"""Limits on the steps of all searched functions together: a base, and an allowance for each."""
 MIN_REACHED_PROB = 64 / STEPS
 """Draft tokens below this probability under the target are not followed when logits are compared.
 """

@@ -332,7 +332,7 @@ def sweep(
     standard = _standard_case(target, prompts, config, batch_size)
     for drafter in drafters.values():
         drafter.check_target(target)
-    # A generator of its own: the checks above run at the call, not at the first comparison.
+    # A separate generator, so that the checks above run now and not at the first comparison.
     return _sweep(standard, drafters, windows, repeats=repeats, warmup=warmup)
 
 

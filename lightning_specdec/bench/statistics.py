@@ -18,7 +18,7 @@ MEDIAN_VARIANCE = math.pi / 2
 MAX_EXPONENT = 700.0
 """Largest exponent whose exponential is finite in float64."""
 _NUM_STEPS = 4000
-"""Steps of the numerical integral that gives the quantiles of Student's t."""
+"""Steps of the numerical integral for the quantiles of Student's t."""
 
 
 class Interval(NamedTuple):

@@ -56,16 +56,18 @@ def judge(speedup: Interval | None, num_pairs: int, *, level: float = LEVEL) -> 
     has_interval = not math.isnan(speedup.low) and not math.isnan(speedup.high)
     if num_pairs < MIN_PAIRS or not has_interval:
         return Verdict("too few", f"too few runs to tell: {ratio}")
-    if speedup.low > 1:
-        return Verdict("faster", f"faster: {ratio} [{speedup.low:.2f}, {speedup.high:.2f}]")
-    if speedup.high < 1:
-        return Verdict("slower", f"slower: {ratio} [{speedup.low:.2f}, {speedup.high:.2f}]")
 
-    text = f"too noisy to tell: {ratio}"
-    if speedup.ends is not None:
-        percent = f"{100 * level:.4g}%"
-        text += f", {percent} interval {speedup.low:.2f} to {speedup.high:.2f}"
-    return Verdict("too noisy", text)
+    interval = f"[{speedup.low:.2f}, {speedup.high:.2f}]"
+    if level != LEVEL:
+        interval += f" ({100 * level:.4g}% interval)"
+    if speedup.low > 1:
+        return Verdict("faster", f"faster: {ratio} {interval}")
+    if speedup.high < 1:
+        return Verdict("slower", f"slower: {ratio} {interval}")
+    if speedup.ends is None:
+        # So wide that its ends say nothing.
+        return Verdict("too noisy", f"too noisy to tell: {ratio}")
+    return Verdict("too noisy", f"too noisy to tell: {ratio} {interval}")
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class BestChoice:
         if not self.is_proven:
             return ""
         if row is self.best:
-            return "<- too noisy to choose between them" if self.equals else "<- best"
+            return "<- best"
         if any(row is equal for equal in self.equals):
             return "<- may be as fast"
         return ""

@@ -207,7 +207,7 @@ def _default_prompts(decoder: SpeculativeDecoder, *, raw: bool) -> EncodedPrompt
     if decoder.prompts:
         return [(None, list(prompt)) for prompt in decoder.prompts]
     if decoder.tokenizer is None:
-        raise ValueError("the target keeps no prompts of its own: give some with --prompt '1 2 3'")
+        raise ValueError("the target stores no prompts: give some with --prompt '1 2 3'")
     prompts = [Prompt("", "", text=text) for text in OWN_PROMPTS]
     return _encode_prompts(decoder, prompts, raw=raw)
 

@@ -54,24 +54,40 @@ def outputs(
 
     lines = []
     for plain, drafted in pairs[:max_prompts]:
-        row = drafted or plain
-        prompt = texts[row.index] or _decode(row.prompt, tokenizer)
-        lines += [_prompt_line(row.index, prompt), _output_block(row)]
-        if drafted is not None and drafted.rounds:
-            lines += ["  marked", _block(_marked(drafted, tokenizer, color))]
-        if drafted is not None and plain is not None and plain.tokens != drafted.tokens:
-            lines += ["  standard", _output_block(plain)]
-        if row.logprobs is not None:
-            logprobs = " ".join(f"{logprob:.3f}" for logprob in row.logprobs)
-            lines += ["  logprobs", _block(logprobs)]
-        lines += _stop_line(plain, drafted)
-
+        lines += _prompt_lines(plain, drafted, texts, tokenizer, color)
     if speculative is not None:
         legend = [_styled(text, fate, color) for fate, text in LEGEND.items()]
         lines.append("  marks: " + ", ".join(text for text in legend if text))
     if max_prompts is not None and len(pairs) > max_prompts:
         lines.append(f"{counted(len(pairs) - max_prompts, 'more prompt')}: -v shows them")
     return "\n".join(lines)
+
+
+def _prompt_lines(
+    plain: RowResult | None,
+    drafted: RowResult | None,
+    texts: Sequence[str | None],
+    tokenizer: Tokenizer | None,
+    color: bool,
+) -> list[str]:
+    """One prompt, its output, and what else is known of it.
+
+    Args:
+        plain: the result of standard decoding; None if it did not run.
+        drafted: the result of speculative decoding; None if it did not run.
+    """
+    row = drafted or plain
+    assert row is not None
+    prompt = texts[row.index] or _decode(row.prompt, tokenizer)
+    lines = [_prompt_line(row.index, prompt), _output_block(row)]
+    if drafted is not None and drafted.rounds:
+        lines += ["  marked", _block(_marked(drafted, tokenizer, color))]
+    if drafted is not None and plain is not None and plain.tokens != drafted.tokens:
+        lines += ["  standard", _output_block(plain)]
+    if row.logprobs is not None:
+        logprobs = " ".join(f"{logprob:.3f}" for logprob in row.logprobs)
+        lines += ["  logprobs", _block(logprobs)]
+    return lines + _stop_line(plain, drafted)
 
 
 def _decode(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:

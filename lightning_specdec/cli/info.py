@@ -66,20 +66,27 @@ def run(options: Namespace) -> int:
 
 
 def _describe(options: Namespace) -> dict[str, Any]:
-    """Plain values about what the flags name."""
+    """Describe what the flags name, in values that JSON can store."""
+    drafter_path = class_named(options)
     if "MODEL" in options:
-        setattr(options, model_flag(options.MODEL), options.MODEL)
-    elif "ckpt" not in options and "pair" not in options:
+        # MODEL is short for --ckpt (also for a draft file), --pair, or a target.
+        flag = model_flag(options.MODEL)
+        other_flags = [name for name in ("ckpt", "pair") if name in options]
+        if other_flags:
+            raise UsageError(
+                f"name one model, got --{other_flags[0]} and {options.MODEL!r}: drop one of them"
+            )
+        setattr(options, flag, options.MODEL)
+    elif "ckpt" not in options and "pair" not in options and drafter_path is None:
         return _describe_environment()
 
-    source = chosen(options, TargetSource)
-    drafter = class_named(options)
-    if source.ckpt is not None:
-        return _describe_file(Path(source.ckpt).expanduser(), drafter)
-    if drafter is not None:
+    if drafter_path is not None and "ckpt" not in options:
         raise UsageError(
             "--drafter names the drafter class of a file: give a checkpoint or a draft file too"
         )
+    source = chosen(options, TargetSource)
+    if source.ckpt is not None:
+        return _describe_file(Path(source.ckpt).expanduser(), drafter_path)
     if source.pair is not None:
         return _describe_pair(get_pair(source.pair), source.device)
     check_directory(source.target)

@@ -192,18 +192,25 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}{self._advice(message)} (see `{self.prog} --help`)")
 
     def _advice(self, message: str) -> str:
-        """Suggest a flag in place of the first unrecognized argument of argparse's message."""
-        _, separator, words = message.partition("unrecognized arguments: ")
+        """A hint to append to argparse's message about an unknown argument.
+
+        It names a similar flag, or what the verb accepts instead of a plain word. Other messages
+        get no hint.
+        """
+        _, separator, arguments = message.partition("unrecognized arguments: ")
         if not separator:
             return ""
 
-        unknown = words.partition(" ")[0].partition("=")[0]
+        unknown = arguments.partition(" ")[0].partition("=")[0]
         if not unknown.startswith("-"):
             return self._positional_advice()
-        if not unknown.strip("-"):
+        # "-" and "--" are prefixes of every flag.
+        is_only_dashes = not unknown.strip("-")
+        if is_only_dashes:
             return ""
 
         known_flags = list(self._option_string_actions)
+        # An abbreviation stands for the first flag that it starts.
         matches = [flag for flag in known_flags if flag.startswith(unknown)]
         if not matches:
             matches = difflib.get_close_matches(unknown, known_flags, n=1)

@@ -81,7 +81,7 @@ class DecodingConfig(SamplingSettings):
         None, "token that ends a row; default: that of the tokenizer; repeatable"
     )
     stop: tuple[str, ...] = setting((), "text that ends a row and is not shown; repeatable")
-    seed: int = setting(0, "the same seed gives the same tokens", minimum=0, maximum=2**63 - 1)
+    seed: int = setting(0, "the same seed produces the same tokens", minimum=0, maximum=2**63 - 1)
     logprobs: bool = setting(False, "report each token's log probability under the target")
     processors: tuple[Any, ...] = setting(())
     """Logits processors as in transformers: functions of a prefix `[1, T]` and its scores `[1, V]`

@@ -13,17 +13,15 @@ from typing import IO, NamedTuple
 
 
 def cache_home() -> Path:
-    """Where this program keeps what it can make again: `~/.cache/lightning_specdec`, by XDG's
-    rules."""
+    """The cache directory: `lightning_specdec` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_specdec"
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, with a name of its own beside that one: it takes its place in one step, or is
-    gone if writing fails.
+    """Open a new file that replaces `path` in one step, or is removed if writing fails.
 
-    Missing directories are made.
+    It is written under a temporary name in the same directory. Missing directories are created.
 
     Raises:
         ValueError: no file can be put there.
@@ -63,7 +61,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     """Create a directory with all its files in one step, or not at all.
 
     The files are written to a temporary directory beside it, which is renamed at the end. A process
-    that is killed leaves that directory behind: see `remove_abandoned`.
+    that is killed leaves that directory: see `remove_abandoned`.
 
     Yields:
         The temporary directory.

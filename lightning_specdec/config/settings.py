@@ -86,17 +86,25 @@ def check(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
             return tuple(check(name, item, item_type, limits) for item in value)
         if container in (dict, Mapping) and isinstance(value, Mapping):
             return dict(value)
-
-        is_class = isinstance(container, type) and container not in (int, float)
-        if is_class and isinstance(value, container):
+        if _is_instance(value, container):
             _check_choice(name, value, allowed_types, limits)
             return value
 
+    # Numbers come last: True is an integer for Python, and 1 is a valid float here.
     if int in allowed_types and not isinstance(value, float):
         return _check_int(name, value, limits)
     if float in allowed_types:
         return _check_float(name, value, limits)
     raise ValueError(f"{name} must be {_describe_types(allowed_types)}, got {value!r}")
+
+
+def _is_instance(value: Any, container: Any) -> bool:
+    """Whether a value is of a type that is not a number."""
+    return (
+        isinstance(container, type)
+        and container not in (int, float)
+        and isinstance(value, container)
+    )
 
 
 def _check_choice(

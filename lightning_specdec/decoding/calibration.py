@@ -33,7 +33,7 @@ warn_once = functools.cache(log.warning)
 WINDOWS = (1, 2, 4, 8, 16)
 """Draft tokens of the rounds that are measured; between them, costs are nearly linear."""
 
-FORMAT = 3
+FORMAT = 4
 """Version of the stored files: a change of what is measured raises it."""
 
 FEWEST_PASSES = 4

@@ -258,15 +258,18 @@ class Controller:
         """
         standard_seconds = self.round_seconds[0]
         speeds = [1 / standard_seconds]
-        accepted_so_far = 1.0
+        all_accepted_probability = 1.0
         expected_accepted = 0.0
         for window, rate in enumerate(rates, start=1):
-            accepted_so_far *= rate
-            expected_accepted += accepted_so_far
-            draft_seconds = self.costs.draft_seconds + window * self.costs.draft_step_seconds
+            all_accepted_probability *= rate
+            expected_accepted += all_accepted_probability
+            # A drafter that finds nothing takes its time too; the target's call is wider only for
+            # a draft.
+            drafting_seconds = self.costs.draft_seconds + window * self.costs.draft_step_seconds
             extra_seconds = offer_rate * (self.round_seconds[window] - standard_seconds)
-            seconds = draft_seconds + standard_seconds + extra_seconds
+            seconds = drafting_seconds + standard_seconds + extra_seconds
             speeds.append((1 + offer_rate * expected_accepted) / seconds)
+        # In a tie, `max` returns the first choice: the smaller window.
         return max(self.choices, key=speeds.__getitem__)
 
     def choose_window(self) -> int:
@@ -277,7 +280,7 @@ class Controller:
         if self.hopeless:
             return 0
 
-        # A position with few tests of its own is estimated from the one before it.
+        # A position with few tests is estimated from the one before it.
         rates: list[float] = []
         for i, position in enumerate(self.positions):
             if i == 0:

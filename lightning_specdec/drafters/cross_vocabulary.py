@@ -262,8 +262,8 @@ class CrossVocabulary(DrawingDrafter):
                 f"{self.settings.min_share:.1%}): use a draft whose tokens are more like the "
                 "target's"
             )
-        self._sources: Tensor
-        self._read_as: Tensor
+        self._draft_column_of: Tensor
+        self._draft_token_of: Tensor
         self._register_tables()
 
     def _register_tables(self) -> None:
@@ -277,14 +277,14 @@ class CrossVocabulary(DrawingDrafter):
         # which is -inf, for the tokens that the draft lacks.
         sources = torch.full((num_target_tokens,), self.model.vocab_size)
         sources = sources.index_copy(0, target_tokens, draft_tokens)
-        self.register_buffer("_sources", sources.to(self.model.device), persistent=False)
+        self.register_buffer("_draft_column_of", sources.to(self.model.device), persistent=False)
 
         # For each target token, the token that the draft reads. A logits processor may force a
         # token that the draft lacks, or one that only pads the target's output (the last entry).
         # The draft reads the filler for it until the text is final.
         read_as = torch.full((num_target_tokens + 1,), self.translation.filler)
         read_as = read_as.index_copy(0, target_tokens, draft_tokens)
-        self.register_buffer("_read_as", read_as.to(self.model.device), persistent=False)
+        self.register_buffer("_draft_token_of", read_as.to(self.model.device), persistent=False)
 
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
@@ -371,7 +371,7 @@ class CrossVocabulary(DrawingDrafter):
         Tokens that the draft lacks get -inf.
         """
         padded_logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
-        target_logits = padded_logits.index_select(1, self._sources)
+        target_logits = padded_logits.index_select(1, self._draft_column_of)
         return fit(target_logits, request.vocab_size)
 
     def propose(
@@ -379,31 +379,34 @@ class CrossVocabulary(DrawingDrafter):
     ) -> Draft:
         num_draft_tokens = max(windows)
         if self.model.max_positions is not None:
-            # At most a quarter of the context, which `make_room` leaves free.
+            # `make_room` leaves a quarter of the context free.
             num_draft_tokens = min(num_draft_tokens, max(1, self.model.max_positions // 4))
-        windows = [min(window, num_draft_tokens) for window in windows]
+        allowed_windows = [min(window, num_draft_tokens) for window in windows]
 
         for row_text, text in zip(state.rows, request.texts, strict=True):
             row_text.extend(text)
         state.make_room(num_draft_tokens)
         tokens, valid_lengths = pad(state.unread(), request.tail.device)
 
+        # A token beyond the target's vocabulary only pads its output. It has the last entry.
+        padding_index = len(self._draft_token_of) - 1
+
+        # `run` calls this once, with an object that draws tokens and keeps what is reported of them.
         def draw_tokens(drawn: Drawn) -> None:
-            def choose(logits: Float[Tensor, "B W"], i: int) -> Int[Tensor, "B"]:
+            def choose(logits: Float[Tensor, "B W"], step: int) -> Int[Tensor, "B"]:
                 target_tokens = drawn.draw(self.to_target(logits, request))
-                padding_index = len(self._read_as) - 1
-                return self._read_as.index_select(0, target_tokens.clamp(max=padding_index))
+                return self._draft_token_of.index_select(0, target_tokens.clamp(max=padding_index))
 
             self.model.rollout(
                 tokens, state.model_state, num_draft_tokens, choose, valid_lengths=valid_lengths
             )
 
-        outputs = self.run(request, windows, sampling, draw_tokens)
+        outputs = self.run(request, allowed_windows, sampling, draw_tokens)
         for row_text in state.rows:
-            # The model does not read the last token that it drafts.
+            # Every row drafts the same number of tokens. The model does not read the last one.
             row_text.num_draft_read = num_draft_tokens - 1
         state.awaits_result = True
-        return make_draft(outputs, windows, request)
+        return make_draft(outputs, allowed_windows, request)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         if state.awaits_result:

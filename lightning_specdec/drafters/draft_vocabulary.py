@@ -82,7 +82,7 @@ class DraftVocabulary(nn.Module):
         self.tokens.copy_(most_frequent.sort().values)
 
     def become(self, tokens: Sequence[int]) -> None:
-        """Set it to these tokens, which must be as many as it has.
+        """Replace its tokens by the same number of tokens.
 
         Raises:
             ValueError: they are not ascending token IDs, or not as many.

@@ -64,7 +64,8 @@ class FeatureState(DraftState):
         These tokens are the unread text, which ends with its last token, and the draft tokens.
         """
         self.num_scored = num_scored
-        # The target has read all of the text and the draft tokens, which gives the text's length.
+        # The target has read the whole text and the draft tokens, so its state has the text's
+        # length plus theirs.
         num_draft_tokens = num_scored - 1
         starts: list[int] = []
         text_lengths: list[int] = []

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 ROLLED = 5
 """Most draft tokens of a call that chooses them itself. Each costs half of one that the host
-chooses (docs/log.md)."""
+chooses (docs/log/2026-11.md)."""
 QUANTIZATION: str | None = "int8"
-"""Of the weights. Reading them is most of a draft token's cost (docs/log.md), and rounding them
+"""Of the weights. Reading them is most of a draft token's cost (docs/log/2026-11.md), and rounding them
 changes no output."""
 
 

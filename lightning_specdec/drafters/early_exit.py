@@ -64,7 +64,7 @@ class LowerState(DecodeState):
     """How far the target's lower layers have read in one round, and their outputs.
 
     The lower layers write their keys and values into the target's state. They may be ahead of the
-    upper layers, never behind.
+    upper layers, but never lag.
 
     Args:
         whole: the target's state.

@@ -335,7 +335,7 @@ class TrainedDrafter(DrawingDrafter, ABC):
     def check_target(self, target: LanguageModel) -> None:
         if target.hidden_size is None or target.num_layers is None:
             raise ValueError(
-                f"{type(target).__name__} gives no hidden states, which this draft reads"
+                f"{type(target).__name__} returns no hidden states, which this draft reads"
             )
         hidden_size = self.settings.hidden_size
         vocab_size = self.settings.vocab_size

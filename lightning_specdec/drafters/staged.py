@@ -1,7 +1,7 @@
 """Staged drafting: a smaller drafter drafts for a larger one, whose tokens go to the target.
 
 The larger stage reads the smaller one's draft tokens in one call and keeps those that it would have
-drawn itself, plus one of its own, until the window is full (`ExactMatch`, with the window's own
+drawn itself, plus one token, until the window is full (`ExactMatch`, with the window's own
 uniform numbers). So the draft and its distributions are those of the larger stage alone, and every
 lossless rule stays lossless (Spector & Re 2023, "Staged speculative decoding"; Chen et al. 2023,
 "Cascade speculative drafting").
@@ -282,7 +282,7 @@ class StagedDrafter(Drafter):
         """
         device = stage_draft.request.tail.device
 
-        # The larger stage adds one token of its own, so the smaller one drafts one less.
+        # The larger stage adds one token, so the smaller one drafts one less.
         windows = [min(self.window, max(count - 1, 0)) for count in stage_draft.num_missing]
         draft = self._smaller_draft(state, stage_draft, model, windows)
 

@@ -99,9 +99,9 @@ class LanguageModel(nn.Module, ABC):
         origin: the files that the weights were read from; None for a model that was created or
             trained in this process.
         backend: name of the library that computes, "torch" or "openvino".
-        agreement: whether calls of all widths return the same logits, as measured when the model was
-            prepared for decoding; None if that was not necessary. Results are lossless only if they
-            do.
+        agreement: whether calls of all widths return the same logits, measured when the model was
+            prepared for decoding; None if that was not necessary. Results are lossless only if
+            they do.
     """
 
     Settings: ClassVar[type[settings.Settings]] = settings.NoSettings

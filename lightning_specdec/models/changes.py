@@ -31,6 +31,7 @@ _INTERNAL_NAMES = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of weights, submodules and hooks, its mode."""
 _IRRELEVANT_NAMES = frozenset(
     [
+        "agreement",
         "generate",
         "generation_config",
         "extra_repr",
@@ -104,9 +105,13 @@ def _code_of(path: str, module: nn.Module) -> Iterator[UserCode]:
 def _is_internal(hook: Any) -> bool:
     """Whether a hook is not a user's.
 
-    Those of transformers record hidden states. Ours exist during a call of their thread only.
+    Those of transformers record hidden states, or make the embeddings' output require gradients for
+    adapters. Ours exist during a call of their thread only.
     """
-    return getattr(hook, "__module__", None) in _INTERNAL_HOOK_MODULES
+    if getattr(hook, "__module__", None) in _INTERNAL_HOOK_MODULES:
+        return True
+    is_of_transformers = getattr(hook, "__module__", None) == "transformers.modeling_utils"
+    return is_of_transformers and hook.__name__ == "make_inputs_require_grads"
 
 
 def compiled_part(model: nn.Module) -> str | None:

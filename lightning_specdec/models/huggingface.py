@@ -468,17 +468,18 @@ class HuggingFaceLM(LanguageModel):
         features: Sequence[int] = (),
         exit_states: ExitStates | None = None,
     ) -> ModelOutput:
-        """As `LanguageModel.forward`.
+        """Score tokens, as of `LanguageModel.forward`.
 
-        Feature i is the output of layer i, from 0. The last layer's includes the final norm, as the
-        output head reads it.
+        The feature of a layer is its output. That of the last layer includes the final norm: it is
+        the input of the output head.
 
         Args:
-            exit_states: output of `lower` for the first of these tokens; the lower layers then read
-                only the tokens that follow.
+            exit_states: hidden states of the lower layers for a prefix of these tokens, of a given
+                length for each row. The lower layers then read only the remaining tokens. It needs
+                a state.
         """
         if state is None:
-            # A state comes from `init_state`, which has called `refresh`.
+            # With a state, `init_state` has already looked for changes. Without one, look now.
             if self._parts is not None and self._present_code() != self._code_of_parts:
                 self._parts = None
             if not self.takes_apart:
@@ -486,10 +487,10 @@ class HuggingFaceLM(LanguageModel):
             return self._by_parts(self.begin(tokens), 0, logits_for, features)
 
         assert isinstance(state, KVState), (
-            f"{type(self.model).__name__} needs a KVState, got {state}"
+            f"{type(self.model).__name__} needs a KVState, got {type(state).__name__}"
         )
         if torch.is_autocast_enabled(tokens.device.type):
-            # Decoding computes in the type of the weights, whatever the caller trains in.
+            # Decode in the dtype of the weights, even inside the caller's autocast.
             with torch.autocast(tokens.device.type, enabled=False):
                 return self._read(tokens, state, valid_lengths, logits_for, features, exit_states)
         return self._read(tokens, state, valid_lengths, logits_for, features, exit_states)

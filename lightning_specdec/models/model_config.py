@@ -84,7 +84,8 @@ def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedCon
     """The configuration of the model in a directory.
 
     Raises:
-        ValueError: it is missing, broken, of another kind of model, or asks for code that is not trusted.
+        ValueError: it is missing, broken, of another kind of model, or needs code that is not
+            trusted.
     """
     from transformers import AutoConfig
 

@@ -67,7 +67,7 @@ quantized.
 
 OpenVINO does not quantize the activations of a single token, and a row's attention adds up in
 another order for one token than for several. From two tokens on, a token's numbers are the same
-bits in every call (docs/log.md).
+bits in every call (docs/log/2026-11.md).
 """
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def _file_digests(directory: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def _check(model: HuggingFaceLM, converted_model: OpenVINOLM) -> None:
-    """Raise ValueError unless a converted model gives the model's logits, both computed in
+    """Raise ValueError unless a converted model returns the model's logits, both computed in
     float32."""
     tokens = torch.arange(12)[None] * 7919 % model.vocab_size
     expected = model(tokens).logits

@@ -75,7 +75,7 @@ class _TracedAttention(nn.Module):
 class _OpenAttention(nn.Module):
     """The attention of a traced network: on P tokens, whose keys and values a state keeps.
 
-    Each token is a batch row of its own, so that moving the heads after it moves no numbers.
+    Each token is a separate batch row, so that moving the heads after it moves no numbers.
     """
 
     def __init__(self) -> None:

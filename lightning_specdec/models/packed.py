@@ -15,7 +15,7 @@ from lightning_specdec.config.models import QUANTIZATIONS
 from lightning_specdec.models.changes import has_user_code
 
 NUM_TOKENS = 8
-"""Tokens of a call that weights are packed for, about as many as a round verifies. The layout works
+"""Number of tokens of a call that weights are packed for, about that of a round. The layout works
 for any number."""
 MOST_ROWS = 4
 """Up to this number of tokens, the int8 kernel is faster than converting the weight to floats."""
@@ -126,7 +126,7 @@ def is_linear(layer: nn.Module) -> bool:
 def can_pack(layer: nn.Module) -> bool:
     """Whether a layer is a plain linear one, on a CPU, of a type that the kernels support.
 
-    A layer with hooks or with a forward function of its own is not plain.
+    A layer with hooks or with a replaced forward function is not plain.
     """
     weight: Any = getattr(layer, "weight", None)
     if not is_linear(layer) or has_user_code(layer):

@@ -319,7 +319,7 @@ def column(noise: Float[Tensor, "*B 3"] | None, purpose: Purpose) -> Float[Tenso
 
 
 RANDOM_BITS = 53
-"""Random bits of a uniform number, as many as fit in a float64.
+"""Random bits of a uniform number, the number that fits in a float64.
 
 With the 24 bits of a float32, tokens less likely than 2^-24 could not be drawn.
 """

@@ -1,4 +1,4 @@
-"""Training: Lightning modules, their metrics, and what a run leaves behind."""
+"""Training: Lightning modules, their metrics, and the files of a run."""
 
 from lightning_specdec.training.base import SpeculativeTraining as SpeculativeTraining
 from lightning_specdec.training.block import BlockTraining as BlockTraining

@@ -97,7 +97,7 @@ def rewind_to_step(checkpoint: dict[str, Any], trainer: Trainer) -> None:
 
 
 def gradient_settings(trainer: Trainer) -> dict[str, Any]:
-    """The arguments of the Trainer that change gradients, as plain values for the record."""
+    """The Trainer's arguments that change gradients, as plain values to store in a checkpoint."""
     accumulation: Any = trainer.accumulate_grad_batches
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:

@@ -105,9 +105,8 @@ class TrainingCLI(LightningCLI):
     Values from the user (`--config`, options) may name classes of any module by their import paths.
     A checkpoint is checked before anything starts, and its hyperparameters are never parsed.
 
-    - `--ckpt_path` accepts a file, a directory of runs, `last` or `best` (of the newest run; the
-    default
-      except for fit).
+    - `--ckpt_path` accepts a file, a directory of runs, or `last` or `best` of the newest run. The
+      default is `best` for validate and test, and nothing for fit and generate.
     - The vocabulary size is set once, in the data; target and drafts take it from there.
     """
 
@@ -177,7 +176,11 @@ class TrainingCLI(LightningCLI):
         return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Check all input before the Trainer starts, so that a wrong command leaves no files."""
+        """Return the arguments of the Trainer's method.
+
+        All input is checked first, so that a wrong command leaves no files. Then the run's
+        directories are claimed.
+        """
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if subcommand == "generate":
             # The target is loaded and checked when the Trainer starts.
@@ -192,6 +195,7 @@ class TrainingCLI(LightningCLI):
             self.datamodule.setup(subcommand)
             self.model.check_data(self.datamodule)
         checkpoint_name = kwargs.get("ckpt_path")
+        path: str | None = None
         step = 0
         if checkpoint_name:
             path = self.files.find(str(checkpoint_name))
@@ -201,7 +205,9 @@ class TrainingCLI(LightningCLI):
             )
             self._add_callback(CheckOptimizers())
         if subcommand == "fit" and not is_trial(self.trainer):
-            self._begin_run(kwargs.get("ckpt_path"), step, is_last=checkpoint_name == "last")
+            # Only `last` continues in the directory of its run.
+            self._begin_run(path, step, is_last=checkpoint_name == "last")
+        # Reads checkpoints without executing code from them.
         return {**kwargs, "weights_only": True}
 
     def _begin_run(self, checkpoint_path: str | None, step: int, *, is_last: bool) -> None:
@@ -400,8 +406,7 @@ def quiet_lightning() -> None:
         "Checkpoint directory .* exists and is not empty.*",
         ".*is smaller than the logging interval.*",
         # A run that was killed in a validation resumes after it, without that validation's metrics.
-        # A
-        # monitored name that no validation logs is a separate error.
+        # A monitored name that no validation logs is a separate error.
         r".*could not find the monitored key in the returned metrics: \['epoch', 'step'\].*",
         r"Found \d+ module\(s\) in eval mode at the start of training.*",
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",

@@ -45,7 +45,7 @@ class FeatureTraining(DistillationTraining):
 
     Args:
         make: the drafter's class, or a function that creates it with further arguments.
-        num_heads: attention heads; as many as give each a size of 64 when None.
+        num_heads: attention heads; if None, the number that makes each one 64 wide.
         num_key_heads: key and value heads that they share; `num_heads` when None.
         intermediate_size: width of the MLP; four times the hidden size when None.
         attention_window: number of latest entries that each entry attends to; all when None. With a

@@ -95,17 +95,18 @@ class RunFiles:
     def __init__(self, trainer: Trainer) -> None:
         self.checkpoints: dict[ModelCheckpoint, Path] = {}
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath:
-                self.checkpoints[callback] = Path(str(callback.dirpath))
-        for callback in self.checkpoints:
+            if not isinstance(callback, ModelCheckpoint) or not callback.dirpath:
+                continue
             if "://" in str(callback.dirpath):
                 raise ValueError(
-                    f"dirpath {callback.dirpath} is no directory of this machine: checkpoints are "
-                    "written there first"
+                    f"dirpath {callback.dirpath} is not a local directory: give a local one"
                 )
+            self.checkpoints[callback] = Path(str(callback.dirpath))
 
+        # Without a monitor, Lightning keeps the newest checkpoint.
         self.newest = [callback for callback in self.checkpoints if callback.monitor is None]
-        # If one of several processes fails, the other ones would not take part in saving.
+        # Saving needs all processes, and after a failure the others do not join. A trial run saves
+        # nothing.
         save_on_exception = trainer.world_size == 1 and not is_trial(trainer)
         for callback in self.newest:
             callback.save_on_exception = save_on_exception

@@ -61,7 +61,7 @@ class OnlineFeatures:
         """Called in every process when a run starts, with the splits that it will read.
 
         Raises:
-            ValueError: outputs for these data cannot be provided.
+            ValueError: the outputs for this data cannot be computed.
         """
 
     def read(
@@ -76,6 +76,7 @@ class OnlineFeatures:
         """The target's outputs for a batch of a split.
 
         Args:
+            split: name of the split; only cached outputs need it.
             layers: layers whose hidden states are returned.
             tokens: the draft's vocabulary; the target's whole vocabulary when None.
         """
@@ -83,8 +84,7 @@ class OnlineFeatures:
         log_probs: list[Tensor] = []
         choices: list[Tensor] = []
 
-        # Few rows at a time, and few positions of these: float32 logits of a whole batch take
-        # gigabytes.
+        # Few rows at a time, because float32 logits of a whole batch take gigabytes.
         num_rows = rows_at_once(batch.tokens.shape[1], target.vocab_size)
         with _precision_of(target, batch.tokens.device):
             for rows in batch.tokens.split(num_rows):
