@@ -1,4 +1,4 @@
-"""The command line, called inside the test process as the installed script calls it."""
+"""Calls the command line inside the test process, as the installed script does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT = str(Path(sys.executable).parent / "lightning_specdec")
 
 
 class Outcome(NamedTuple):
-    """What a call came to."""
+    """Exit code and output of a call."""
 
     code: object
     out: str
@@ -34,9 +34,10 @@ class Outcome(NamedTuple):
 
 
 def call(*arguments: str, stdin: str = "") -> Outcome:
-    """`lightning_specdec ARGUMENTS`, without a process of its own; a traceback is the test's own."""
-    out, err = io.StringIO(), io.StringIO()
-    code: object = "returned"
+    """Run `lightning_specdec ARGUMENTS` in this process. Other exceptions propagate."""
+    out = io.StringIO()
+    err = io.StringIO()
+    exit_code: object = "returned"
     with (
         mock.patch.object(sys, "argv", ["lightning_specdec", *arguments]),
         mock.patch.object(sys, "stdin", io.StringIO(stdin)),
@@ -46,12 +47,12 @@ def call(*arguments: str, stdin: str = "") -> Outcome:
         try:
             main()
         except SystemExit as stop:
-            code = stop.code
-    return Outcome(code, out.getvalue(), err.getvalue())
+            exit_code = stop.code
+    return Outcome(exit_code, out.getvalue(), err.getvalue())
 
 
 def succeed(*arguments: str, stdin: str = "") -> Outcome:
-    """As `call`, for what must work."""
+    """Like `call`, and check that the exit code is 0."""
     outcome = call(*arguments, stdin=stdin)
     assert outcome.code == 0, outcome.err
     return outcome
@@ -67,6 +68,7 @@ TRAINER = (
     "--trainer.max_epochs",
     str(EPOCHS + 1),
 )
+# Each verb's command line for the checkpoint at a path.
 OF_A_CHECKPOINT: dict[str, Callable[[str], tuple[str, ...]]] = {
     "decode": lambda path: ("decode", *BRIEF, "--ckpt", path),
     "info": lambda path: ("info", "--ckpt", path),
@@ -77,31 +79,45 @@ OF_A_CHECKPOINT: dict[str, Callable[[str], tuple[str, ...]]] = {
 
 
 def listing(directory: Path) -> dict[str, tuple[int, int]]:
-    """Every file below, by size and time of change, but for Python's compiled files."""
-    found = (path for path in sorted(directory.rglob("*")) if "__pycache__" not in path.parts)
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
+    """Size and modification time of every file in a directory, except compiled Python files."""
+    files = {}
+    for path in sorted(directory.rglob("*")):
+        if "__pycache__" not in path.parts:
+            status = path.stat()
+            files[str(path)] = (status.st_size, status.st_mtime_ns)
+    return files
 
 
 def refused(*arguments: str, told: str = "", stdin: str = "") -> Outcome:
-    """Check that a call is refused as it should be and writes nothing here; `here` or the like says where that is."""
-    assert not (Path.cwd() / "pyproject.toml").exists(), (
-        "others write in the checkout meanwhile: run in a directory"
-    )
-    before, outcome = listing(Path.cwd()), call(*arguments, stdin=stdin)
+    """Check that a call is refused in one line and writes nothing in the current directory.
+
+    Args:
+        arguments: words of the command line.
+        told: text that the error message contains.
+        stdin: what the call reads from standard input.
+    """
+    directory = Path.cwd()
+    # Other processes may write in the checkout at the same time.
+    is_checkout = (directory / "pyproject.toml").exists()
+    assert not is_checkout, "run in a directory of the test, as the fixture `here` does"
+
+    files_before = listing(directory)
+    outcome = call(*arguments, stdin=stdin)
     assert outcome.code == 2, (arguments, outcome)
-    assert outcome.out == "" and outcome.err.startswith("error: ") and told in outcome.err, (
-        arguments,
-        outcome,
-    )
-    assert outcome.err.count("\n") == 1 and outcome.err.endswith("\n") and len(outcome.err) < 600, (
-        outcome.err
-    )
-    assert listing(Path.cwd()) == before
+    assert outcome.out == "", (arguments, outcome)
+
+    assert outcome.err.startswith("error: "), (arguments, outcome)
+    assert told in outcome.err, (arguments, outcome)
+    assert outcome.err.count("\n") == 1, outcome.err
+    assert outcome.err.endswith("\n"), outcome.err
+    assert len(outcome.err) < 600, outcome.err
+
+    assert listing(directory) == files_before
     return outcome
 
 
 class Bomb:
-    """Makes a directory when it is unpickled."""
+    """An object that creates a directory when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, ("exploded",)
@@ -115,7 +131,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def ckpt(shipped_run: TrainedRun) -> str:
-    """The last checkpoint of the shipped config's run. Read it, do not write to it."""
+    """The last checkpoint of the shipped config's run, read-only."""
     return str(shipped_run.last)
 
 

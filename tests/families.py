@@ -1,4 +1,4 @@
-"""Tiny random models of transformers' families, sharpened so that their outputs wander."""
+"""Tiny random models of transformers' families, with scaled weights so that outputs vary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 DEVICE = os.environ.get("LIGHTNING_SPECDEC_TEST_DEVICE", "cpu")
-"""Where the models of the tests are: `pytest --device cuda` goes through the laws on a GPU."""
+"""Device of the tests' models. `pytest --device cuda` runs the laws on a GPU."""
 _SIZES: dict[str, Any] = {
     "vocab_size": 67,
     "hidden_size": 32,
@@ -21,7 +21,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 96,
 }
-_NONE = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+_NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES},
     "qwen2": {**_SIZES},
@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
-"""What sets each family apart is in it: shared key heads, sliding windows of 5 tokens, learned positions."""
+"""Sizes by family, with what sets it apart: shared key heads, sliding windows, positions."""
 _MIXED = {
     **_SIZES,
     "sliding_window": 5,
@@ -115,43 +115,49 @@ MORE: dict[str, dict[str, Any]] = {
     "cohere2": {**_MIXED},
     "mixtral": {**_SIZES, **_EXPERTS, "sliding_window": 5},
 }
-"""Families that differ from those in what their layers do: caps, sinks, shared layers, values of another size than
-keys, routers whose weights are read, layers without positions."""
+"""Families with unusual layers: logit caps, attention sinks, shared layers, values of another size
+than keys, routers, and layers without positions."""
 
 
 def placed(model: Any) -> Any:
-    """The model on `DEVICE`."""
+    """Move the model to `DEVICE`."""
     return model.to(DEVICE)
 
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """While it lasts, models and tensors are made on the CPU, where drafters are fitted."""
+    """Create models on the CPU inside this context. Drafters are fitted there."""
     global DEVICE
-    before, DEVICE = DEVICE, "cpu"
+    previous_device = DEVICE
+    DEVICE = "cpu"
     try:
         yield
     finally:
-        DEVICE = before
+        DEVICE = previous_device
 
 
 def tiny(family: str, seed: int = 1, *, sharpness: float = 6.0, **sizes: Any) -> PreTrainedModel:
-    """A random model of that family; the global seed stays as it was."""
-    config = AutoConfig.for_model(
-        family,
-        **{
-            **(FAMILIES | MORE)[family],
-            **_NONE,
-            "pad_token_id": 0,
-            "tie_word_embeddings": False,
-            **sizes,
-        },
-    )
+    """Create a random model of a family. The global seed is unchanged.
+
+    Args:
+        family: a key of `FAMILIES` or `MORE`.
+        seed: seed of the weights.
+        sharpness: factor of all weight matrices.
+        sizes: entries of the config that differ from the family's.
+    """
+    all_families = {**FAMILIES, **MORE}
+    entries = {
+        **all_families[family],
+        **_NO_SPECIAL_TOKENS,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        **sizes,
+    }
+    config = AutoConfig.for_model(family, **entries)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32
-        ).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -1,4 +1,4 @@
-"""A small HTTP server on this machine, for as long as a test needs it."""
+"""A small HTTP server on this machine for the duration of a test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A handler that keeps no log."""
+    """A request handler that prints no log."""
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -17,7 +17,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler: type[Handler]) -> Iterator[str]:
-    """The address, host and port, of a server that answers by this handler."""
+    """Run a server with this handler; yields its address as `host:port`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

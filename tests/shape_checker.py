@@ -1,4 +1,4 @@
-"""Checks the shapes of the package's calls in tests: jaxtyping's import hook, with beartype behind it."""
+"""Checks shapes in the package's calls during tests: jaxtyping's import hook with beartype."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from types import FunctionType
 from typing import Any
 
 import jaxtyping
-import lightning.pytorch  # noqa: F401 - before the hook is installed: what is imported under it is compiled anew
+
+# Imported before the hook is installed, because modules imported under the hook are recompiled.
+import lightning.pytorch  # noqa: F401
 from beartype import BeartypeConf, beartype
 
 check = beartype(conf=BeartypeConf(is_pep484_tower=True))
-"""The type checker: an int is good enough for a float."""
+"""The type checker. It accepts an int where a float is expected."""
 _jaxtyped = jaxtyping.jaxtyped
 
 
 def install(*, lazily: bool) -> None:
-    """To be called before the package's first import. While tests are collected nothing is checked.
+    """Install the import hook. Call this before the package's first import.
+
+    Checks are off while tests are collected.
 
     Args:
-        lazily: whether the check of a function is made when it is first checked, not when it is defined.
+        lazily: compile the check of a function when it is first used, not when it is defined.
     """
-    # The package names jaxtyping's types for type checkers only, so that decoding needs torch alone.
+    # The package imports jaxtyping's types for type checkers only, so that decoding needs only
+    # torch. Annotations that are evaluated find them as builtins.
     for name in ("Bool", "Float", "Int"):
         setattr(builtins, name, getattr(jaxtyping, name))
-    jaxtyping.jaxtyped = functools.partial(_jaxtyped_where_checked, lazily)  # type: ignore[assignment]
+    decorator = functools.partial(_jaxtyped_where_checked, lazily)
+    jaxtyping.jaxtyped = decorator  # type: ignore[assignment]
     jaxtyping.install_import_hook("lightning_specdec", "shape_checker.check")
     jaxtyping.config.update("jaxtyping_disable", True)
 
@@ -34,22 +40,26 @@ def install(*, lazily: bool) -> None:
 def _jaxtyped_where_checked(
     lazily: bool, *, typechecker: Callable[..., Any]
 ) -> Callable[[Any], Any]:
-    """What the hook decorates all with. An inner function is made anew by each call of the outer one, and a check of it
-    too, which takes longer than most calls: so none is made for it where shapes are not checked."""
+    """The decorator that the hook applies to every function and class of the package."""
 
-    def decorate(made: Any) -> Any:
-        if jaxtyping.config.jaxtyping_disable and "<locals>" in getattr(made, "__qualname__", ""):
-            return made
-        if not lazily or not isinstance(made, FunctionType):
-            return _jaxtyped(made, typechecker=typechecker)
+    def decorate(definition: Any) -> Any:
+        # An inner function is created again by each call of its outer function. Compiling its
+        # check each time takes longer than most calls, so it is skipped while checks are off.
+        is_inner = "<locals>" in getattr(definition, "__qualname__", "")
+        if is_inner and jaxtyping.config.jaxtyping_disable:
+            return definition
+        if not lazily or not isinstance(definition, FunctionType):
+            return _jaxtyped(definition, typechecker=typechecker)
 
         @functools.cache
         def checked() -> Any:
-            return _jaxtyped(made, typechecker=typechecker)
+            return _jaxtyped(definition, typechecker=typechecker)
 
-        @functools.wraps(made)
+        @functools.wraps(definition)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (made if jaxtyping.config.jaxtyping_disable else checked())(*args, **kwargs)
+            if jaxtyping.config.jaxtyping_disable:
+                return definition(*args, **kwargs)
+            return checked()(*args, **kwargs)
 
         return call
 

@@ -1,4 +1,4 @@
-"""Laws of bad input: one line that says what is wrong, exit code 2, nothing run, nothing written."""
+"""Laws of bad input: one line that says what is wrong, exit code 2, and nothing written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["decod"], "unknown verb 'decod': did you mean decode?"),
         (["decode"], "name the models by one of MODEL, --ckpt, --pair, --target"),
@@ -63,8 +63,23 @@ pytestmark = pytest.mark.usefixtures("here")
         (["fit", *TRAINER, "--ckpt_path", "last"], "no such checkpoint"),
     ],
 )
-def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], told: str) -> None:
-    refused(*arguments, told=told)
+def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], message: str) -> None:
+    refused(*arguments, told=message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "x.ckpt"], "accepts only options"),
+        (["info", "a.ckpt", "b.ckpt"], "accepts one MODEL"),
+        (["decode", "x.ckpt", "1 2 3"], "give a prompt as --prompt TEXT"),
+    ],
+)
+def test_a_word_too_many_is_answered_by_what_the_verb_accepts(
+    arguments: list[str], message: str
+) -> None:
+    refused(*arguments, told=f"unrecognized arguments: {arguments[-1]}: ")
+    refused(*arguments, told=message)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +93,7 @@ def test_what_cannot_be_a_run_is_refused_before_lightning_is_imported(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ("--prompt 1 --prompt []", "--prompt 2 is empty"),
         ("--prompt two", "--prompt 1: 'two' is not a list of tokens"),
@@ -101,20 +116,25 @@ def test_what_cannot_be_a_run_is_refused_before_lightning_is_imported(
         ("--compile", "only the layers of transformers models are compiled"),
     ],
 )
-def test_an_option_out_of_range_is_refused(ckpt: str, options: str, told: str) -> None:
+def test_an_option_out_of_range_is_refused(ckpt: str, options: str, message: str) -> None:
     Path("prompts.txt").write_text("1 2 3\n\n4 50\n")
     Path("binary.txt").write_bytes(b"\x80\x81")
     Path("deep.jsonl").write_text("[" * 100_000)
-    refused("decode", "--ckpt", ckpt, *options.split(), told=told)
+    refused("decode", "--ckpt", ckpt, *options.split(), told=message)
 
 
-ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
-ALIASES += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+def exponential_aliases() -> str:
+    """YAML of ten billion values: each of ten lines repeats the line above it ten times."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for number in range(1, 10):
+        references = ", ".join([f"*a{number - 1}"] * 10)
+        lines.append(f"a{number}: &a{number} [{references}]")
+    return "".join(f"{line}\n" for line in lines)
+
+
 BAD_YAML = {
     "deep": ("[" * 100_000, "nested at most"),
-    "aliases": (ALIASES, "repeated ones counted again"),
-}
-BAD_YAML |= {
+    "aliases": (exponential_aliases(), "repeated ones counted again"),
     "cyclic": ("a: &a [*a]", "repeated ones counted again"),
     "long": ("#" * 2**21, "characters, got"),
 }
@@ -122,30 +142,28 @@ BAD_YAML |= {
 
 @pytest.mark.parametrize("bad", BAD_YAML)
 def test_yaml_that_would_exhaust_stack_or_memory_is_one_line(bad: str) -> None:
-    text, told = BAD_YAML[bad]
+    text, message = BAD_YAML[bad]
     Path("bad.yaml").write_text(text)
     for verb in ("fit", "bench"):
-        refused(verb, "--config", "bad.yaml", told=told)
+        refused(verb, "--config", "bad.yaml", told=message)
 
 
 def test_a_file_below_a_file_is_refused_with_what_to_do(ckpt: str) -> None:
     Path("afile").touch()
-    told = "afile: a file is where a directory must be: name another place"
-    refused("export", "--ckpt", ckpt, "--output", "afile/x.safetensors", told=told)
+    message = "afile: a file is where a directory must be: name another place"
+    refused("export", "--ckpt", ckpt, "--output", "afile/x.safetensors", told=message)
 
 
 def test_a_checkpoint_that_asks_to_run_code_is_refused_by_the_installed_script() -> None:
     torch.save(Bomb(), "bomb.ckpt")
-    before = listing(Path.cwd())
-    done = subprocess.run(
-        [SCRIPT, *OF_A_CHECKPOINT["decode"]("bomb.ckpt")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "") and listing(Path.cwd()) == before
-    assert done.stderr.startswith("error: bomb.ckpt asks to run code")
-    assert done.stderr.count("\n") == 1
+    files_before = listing(Path.cwd())
+    command = [SCRIPT, *OF_A_CHECKPOINT["decode"]("bomb.ckpt")]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert process.stderr.startswith("error: bomb.ckpt asks to run code")
+    assert process.stderr.count("\n") == 1
+    assert listing(Path.cwd()) == files_before
 
 
 def test_debug_shows_the_traceback_of_an_error() -> None:

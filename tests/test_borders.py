@@ -16,27 +16,23 @@ import lightning_specdec
 PACKAGE = Path(lightning_specdec.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 ORDER = {
-    name: floor
-    for floor, names in enumerate(
-        (
-            ("config",),
-            ("text",),
-            ("models",),
-            ("rules",),
-            ("drafters",),
-            ("decoding",),
-            ("checkpoints",),
-            ("decoder",),
-            ("hf_generate",),
-            ("data",),
-            ("training", "bench"),
-            ("report", "audit"),
-            ("cli",),
-        )
-    )
-    for name in names
+    "config": 0,
+    "text": 1,
+    "models": 2,
+    "rules": 3,
+    "drafters": 4,
+    "decoding": 5,
+    "checkpoints": 6,
+    "decoder": 7,
+    "hf_generate": 8,
+    "data": 9,
+    "training": 10,
+    "bench": 10,
+    "report": 11,
+    "audit": 11,
+    "cli": 12,
 }
-"""A room may import those on the floors below it."""
+"""The floor of each subpackage, which may import only those on lower floors."""
 TORCH_ONLY = (
     "rules/",
     "drafters/",
@@ -48,39 +44,50 @@ TORCH_ONLY = (
 )
 MAY_IMPORT_LIGHTNING = ("training/", "data/", "cli/")
 MAY_REACH_UP = {"decoder.py": {"hf_generate", "training", "bench", "data", "audit"}}
-"""Inside a method: `generate`, `train`, `benchmark`, `sweep` and `audit` import what lies behind them."""
+"""`generate`, `train`, `benchmark`, `sweep` and `audit` import higher floors when called."""
+RNN_PATH = str(PACKAGE.parent / "checkpoints" / "rnn.safetensors")
 
 
 def imports(tree: ast.AST, *, whole: bool) -> Iterator[str]:
-    """Names of imported modules, without those for type checkers; with `whole`, those inside functions too."""
+    """Names of imported modules, except those for type checkers.
+
+    Args:
+        tree: the parsed file.
+        whole: include imports inside functions.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            for other in node.orelse:
-                yield from imports(other, whole=whole)
+            for statement in node.orelse:
+                yield from imports(statement, whole=whole)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                yield alias.name
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "the house imports by full names"
-            base = node.module or ""
-            yield from (
-                [f"{base}.{alias.name}" for alias in node.names]
-                if base == "lightning_specdec"
-                else [base]
-            )
+            assert node.level == 0, "the package imports by full names"
+            if node.module == "lightning_specdec":
+                for alias in node.names:
+                    yield f"lightning_specdec.{alias.name}"
+            else:
+                yield node.module or ""
         elif whole or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield from imports(node, whole=whole)
 
 
 @functools.cache
 def imported(file: str, *, whole: bool = True) -> set[str]:
+    """Names of the modules that a file of the package imports."""
     return set(imports(ast.parse((PACKAGE / file).read_text()), whole=whole))
 
 
 def room(name: str) -> str:
-    """The room that a module or a file belongs to."""
-    return (
-        name.removeprefix("lightning_specdec.").removesuffix(".py").replace("/", ".").split(".")[0]
-    )
+    """The subpackage, or the module beside the subpackages, of a module or file."""
+    path = name.removeprefix("lightning_specdec.").removesuffix(".py")
+    return path.replace("/", ".").split(".")[0]
+
+
+def packages_imported(file: str, *, whole: bool) -> set[str]:
+    """First parts of the names of modules that a file imports."""
+    return {name.split(".")[0] for name in imported(file, whole=whole)}
 
 
 def test_the_walk_sees_imports_where_they_hide() -> None:
@@ -102,66 +109,67 @@ class C:
 
 
 def test_decoding_imports_only_torch_numpy_and_the_standard_library() -> None:
-    for file in (file for file in FILES if file.startswith(TORCH_ONLY)):
-        names = imported(file, whole=file not in MAY_REACH_UP)
-        assert {name.split(".")[0] for name in names} <= {
-            "torch",
-            "numpy",
-            "lightning_specdec",
-            *sys.stdlib_module_names,
-        }, file
+    allowed = {"torch", "numpy", "lightning_specdec", *sys.stdlib_module_names}
+    for file in FILES:
+        if file.startswith(TORCH_ONLY):
+            packages = packages_imported(file, whole=file not in MAY_REACH_UP)
+            assert packages <= allowed, file
 
 
 def test_lightning_stays_where_training_is() -> None:
-    for file in (file for file in FILES if not file.startswith(MAY_IMPORT_LIGHTNING)):
-        names = {name.split(".")[0] for name in imported(file, whole=file not in MAY_REACH_UP)}
-        assert not names & {"lightning", "pytorch_lightning", "jsonargparse"}, file
+    for file in FILES:
+        if not file.startswith(MAY_IMPORT_LIGHTNING):
+            packages = packages_imported(file, whole=file not in MAY_REACH_UP)
+            assert packages.isdisjoint({"lightning", "pytorch_lightning", "jsonargparse"}), file
 
 
 def test_a_room_imports_only_those_below_it() -> None:
-    for file in (file for file in FILES if room(file) in ORDER):
+    for file in FILES:
+        if room(file) not in ORDER:
+            continue
+        when_loaded = imported(file, whole=False)
         for name in imported(file):
-            if (
-                name.startswith("lightning_specdec.")
-                and (other := room(name)) in ORDER
-                and other != room(file)
-            ):
-                inside = other in MAY_REACH_UP.get(file, ()) and name not in imported(
-                    file, whole=False
-                )
-                assert inside or ORDER[other] < ORDER[room(file)], f"{file} imports {name}"
+            is_ours = name.startswith("lightning_specdec.") and room(name) in ORDER
+            if not is_ours or room(name) == room(file):
+                continue
+            is_below = ORDER[room(name)] < ORDER[room(file)]
+            may_be_above = room(name) in MAY_REACH_UP.get(file, ()) and name not in when_loaded
+            assert is_below or may_be_above, f"{file} imports {name}"
 
 
 def test_config_loads_no_torch() -> None:
-    for file in (file for file in FILES if file.startswith("config/")):
-        names = {name.split(".")[0] for name in imported(file, whole=False)}
-        assert not names & {"torch", "transformers", "numpy"}, file
+    for file in FILES:
+        if file.startswith("config/"):
+            packages = packages_imported(file, whole=False)
+            assert packages.isdisjoint({"torch", "transformers", "numpy"}), file
 
 
 def test_annotations_are_those_that_the_shape_checker_takes() -> None:
-    """It takes no `Self`: no file could be imported with `--shapes all`, nor such a method called in a checked test."""
+    """The checker does not support `Self`: with `--shapes all`, the file could not be imported."""
     for file in FILES:
-        names = {
-            getattr(node, "id", getattr(node, "attr", ""))
-            for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
-        }
-        assert "Self" not in names, file
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+            name = getattr(node, "id", None) or getattr(node, "attr", None)
+            assert name != "Self", file
 
 
 def loaded_by(statement: str, *, after: str = "", depth: int = 1) -> set[str]:
-    """Names, to that depth, of all modules that this statement loads in a fresh process, after another one."""
-    names = f"{{'.'.join(name.split('.')[:{depth}]) for name in sys.modules.keys() - before}}"
-    program = f"import sys\n{after}\nbefore = {{*sys.modules}}\n{statement}\nprint(*{names})"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
-    return set(done.stdout.split())
+    """Names of all modules that a statement loads in a fresh process.
+
+    Args:
+        statement: Python code.
+        after: code that runs first. What it loads does not count.
+        depth: number of parts to which the names are shortened.
+    """
+    program = f"import sys\n{after}\nbefore = {{*sys.modules}}\n{statement}\n"
+    program += "print(*sys.modules.keys() - before)"
+    command = [sys.executable, "-c", program]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return {".".join(name.split(".")[:depth]) for name in process.stdout.split()}
 
 
 def test_importing_the_package_loads_neither_torch_nor_lightning() -> None:
-    loaded = loaded_by(
-        "import lightning_specdec; dir(lightning_specdec); lightning_specdec.__version__"
-    )
+    statement = "import lightning_specdec; dir(lightning_specdec); lightning_specdec.__version__"
+    loaded = loaded_by(statement)
     assert loaded - sys.stdlib_module_names == {"lightning_specdec"}
 
 
@@ -172,33 +180,32 @@ def test_decoding_loads_no_lightning() -> None:
     )
     loaded = loaded_by(statement, after="import torch")
     assert "lightning_specdec" in loaded
-    assert loaded.isdisjoint(
-        {"lightning", "jsonargparse", "torchmetrics", "tensorboard", "transformers", "jaxtyping"}
-    )
+    training_packages = {"lightning", "jsonargparse", "torchmetrics", "tensorboard"}
+    assert loaded.isdisjoint(training_packages)
+    assert loaded.isdisjoint({"transformers", "jaxtyping"})
 
 
 def test_measuring_loads_no_lightning() -> None:
-    """It takes as long as everything else in a short measurement."""
-    path = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")
+    """Importing Lightning takes as long as everything else in a short measurement."""
     statement = (
         "from lightning_specdec import SpeculativeDecoder, audit, report\n"
         "from lightning_specdec.bench import run\n"
-        "from lightning_specdec.cli import audit, bench, chat, decode, export, info, report, sweep\n"
-        f"SpeculativeDecoder.from_checkpoint({path!r}).benchmark(max_new_tokens=2, repeats=1)"
+        "from lightning_specdec.cli import audit, bench, chat, decode\n"
+        "from lightning_specdec.cli import export, info, report, sweep\n"
+        f"SpeculativeDecoder.from_checkpoint({RNN_PATH!r}).benchmark(max_new_tokens=2, repeats=1)"
     )
     loaded = loaded_by(statement)
-    assert "lightning_specdec" in loaded and loaded.isdisjoint(
-        {"lightning", "jsonargparse", "torchmetrics", "scipy"}
-    )
+    assert "lightning_specdec" in loaded
+    assert loaded.isdisjoint({"lightning", "jsonargparse", "torchmetrics", "scipy"})
 
 
 def test_loading_a_checkpoint_does_not_load_the_compiler_of_torch() -> None:
-    """It takes a second; building modules without memory loads it where initial weights are drawn."""
-    path = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")
-    loaded = loaded_by(
-        f"from lightning_specdec import checkpoints; checkpoints.load({path!r}).drafter", depth=2
-    )
-    assert "lightning_specdec.checkpoints" in loaded and "torch._dynamo" not in loaded
+    """It takes a second. Building modules on the meta device loads it when weights are drawn."""
+    statement = "from lightning_specdec import checkpoints\n"
+    statement += f"checkpoints.load({RNN_PATH!r}).drafter"
+    loaded = loaded_by(statement, depth=2)
+    assert "lightning_specdec.checkpoints" in loaded
+    assert "torch._dynamo" not in loaded
 
 
 def test_every_public_name_is_where_the_package_says() -> None:

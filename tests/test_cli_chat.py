@@ -1,4 +1,4 @@
-"""Laws of `chat`: the answers are standard decoding's, streamed, turn by turn, and nothing else is on stdout."""
+"""Laws of `chat`: each answer is standard decoding's, streamed, and stdout has nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_specdec.text.tokenizer import Message, TextTokenizer
 
 __all__ = ["here"]
 TURNS = ["the oak", "Où est l'été ?", "thunder 🌩"]
-NEW = 24
+NUM_NEW = 24
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +40,30 @@ def decoder(model: str) -> SpeculativeDecoder:
 def oracle(
     decoder: SpeculativeDecoder, turns: list[str], *, system: str | None = None, **options: Any
 ) -> list[str]:
-    """Standard decoding's answers, each to the whole chat read from scratch."""
-    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    """Standard decoding's answers. Each reads the whole chat from the beginning."""
+    messages: list[Message] = []
+    if system is not None:
+        messages.append({"role": "system", "content": system})
+
     answers = []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        tokens = decoder.encode_chat(messages)
-        answers.append(str(decoder.decode_standard(tokens, max_new_tokens=NEW, **options).text))
-        messages.append({"role": "assistant", "content": answers[-1]})
+        prompt = decoder.encode_chat(messages)
+        result = decoder.decode_standard(prompt, max_new_tokens=NUM_NEW, **options)
+        answer = str(result.text)
+        messages.append({"role": "assistant", "content": answer})
+        answers.append(answer)
     return answers
 
 
-def talk(model: str, *arguments: str, turns: list[str] | None = None) -> str:
-    stdin = "".join(f"{turn}\n" for turn in (TURNS if turns is None else turns))
-    return succeed(
-        "chat", "--target", model, "--max_new_tokens", str(NEW), *arguments, stdin=stdin
-    ).out
+def talk(model: str, *arguments: str) -> str:
+    """The output of a chat with the questions `TURNS`."""
+    command = ["chat", "--target", model, "--max_new_tokens", str(NUM_NEW), *arguments]
+    return succeed(*command, stdin="".join(f"{turn}\n" for turn in TURNS)).out
 
 
-def shown(answers: list[str]) -> str:
+def printed(answers: list[str]) -> str:
+    """The answers as `chat` prints them."""
     return "".join(f"{visible(answer)}\n" for answer in answers)
 
 
@@ -67,45 +72,48 @@ def shown(answers: list[str]) -> str:
 def test_the_answers_are_those_of_standard_decoding(
     model: str, decoder: SpeculativeDecoder, draft: str, window: str
 ) -> None:
-    drafts = {"lookup": ["--drafter", "NGramDrafter"], "itself": ["--draft", model]}
-    assert talk(model, "--num_draft_tokens", window, *drafts[draft]) == shown(
-        oracle(decoder, TURNS)
-    )
+    draft_options = {"lookup": ["--drafter", "NGramDrafter"], "itself": ["--draft", model]}
+    output = talk(model, "--num_draft_tokens", window, *draft_options[draft])
+    assert output == printed(oracle(decoder, TURNS))
 
 
 def test_a_system_prompt_precedes_the_chat_and_stop_strings_end_an_answer(
     model: str, decoder: SpeculativeDecoder
 ) -> None:
-    whole = oracle(decoder, TURNS[:1], system="You are an oak.")[0]
-    written = re.findall(r"[ -~]{2,3}", whole)
-    stops = [written[-1], written[len(written) // 2]]
-    answers = oracle(decoder, TURNS, system="You are an oak.", stop=stops)
-    assert answers[0] == whole[: min(whole.find(stop) for stop in stops)]
-    assert talk(
-        model, "--system", "You are an oak.", "--stop", stops[0], "--stop", stops[1]
-    ) == shown(answers)
+    system = "You are an oak."
+    full_answer = oracle(decoder, TURNS[:1], system=system)[0]
+    ascii_pieces = re.findall(r"[ -~]{2,3}", full_answer)
+    late_stop = ascii_pieces[-1]
+    early_stop = ascii_pieces[len(ascii_pieces) // 2]
+
+    answers = oracle(decoder, TURNS, system=system, stop=[late_stop, early_stop])
+    end = min(full_answer.find(late_stop), full_answer.find(early_stop))
+    assert answers[0] == full_answer[:end]
+    output = talk(model, "--system", system, "--stop", late_stop, "--stop", early_stop)
+    assert output == printed(answers)
 
 
 @pytest.mark.parametrize("leave", ["/quit", "/exit"])
 def test_commands_begin_a_new_chat_and_leave(
     model: str, decoder: SpeculativeDecoder, leave: str
 ) -> None:
-    once = oracle(decoder, TURNS[:2])
-    turns = [*TURNS[:2], "/help", "/reset", "", *TURNS[:2], f" {leave} ", TURNS[2]]
-    told = call(
-        "chat", "--target", model, "--max_new_tokens", str(NEW), "-v", stdin="\n".join(turns)
-    )
-    assert told.out == shown([*once, *once]) and told.err.count(" tokens/s") == 4
+    answers = oracle(decoder, TURNS[:2])
+    lines = [*TURNS[:2], "/help", "/reset", "", *TURNS[:2], f" {leave} ", TURNS[2]]
+    command = ["chat", "--target", model, "--max_new_tokens", str(NUM_NEW), "-v"]
+    outcome = call(*command, stdin="\n".join(lines))
+    assert outcome.out == printed([*answers, *answers])
+    assert outcome.err.count(" tokens/s") == 4
 
 
 class Impatient(io.StringIO):
-    """Somebody who presses Ctrl-C as soon as an answer begins, once or twice."""
+    """A terminal whose user presses Ctrl-C as soon as an answer begins, once or twice."""
 
     presses = 1
 
     def write(self, text: str) -> int:
-        for _ in range(self.presses if text.strip() else 0):
-            signal.raise_signal(signal.SIGINT)
+        if text.strip():
+            for _ in range(self.presses):
+                signal.raise_signal(signal.SIGINT)
         self.presses = 0
         return super().write(text)
 
@@ -114,57 +122,51 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(decoder.tokenizer, TextTokenizer)
-    conversation = Conversation(*decoder.ready(), decoder.config(max_new_tokens=NEW))
+    conversation = Conversation(*decoder.ready(), decoder.config(max_new_tokens=NUM_NEW))
     talker = Talk(decoder.tokenizer, conversation, interactive=True)
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(sys, "stdout", Impatient())
-    told = talker.say(TURNS[0])
-    whole, row = oracle(decoder, TURNS[:1])[0], conversation.row
-    first = talker.messages[-1]["content"]
-    assert (
-        row is not None
-        and row.stop_reason == "cancelled"
-        and "cancelled" in told
-        and row.num_new < NEW
-    )
-    assert whole.startswith(first) and len(first) < len(whole)
+    handler = signal.getsignal(signal.SIGINT)
+
+    # One press stops the answer. The chat keeps what was written.
+    terminal = Impatient()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    statistics = talker.say(TURNS[0])
+    assert "cancelled" in statistics
+    row = conversation.row
+    assert row is not None
+    assert row.stop_reason == "cancelled"
+    assert row.num_new < NUM_NEW
+    full_answer = oracle(decoder, TURNS[:1])[0]
+    partial_answer = talker.messages[-1]["content"]
+    assert full_answer.startswith(partial_answer)
+    assert len(partial_answer) < len(full_answer)
     talker.say(TURNS[1])
     assert row.resumed
-    assert isinstance(sys.stdout, Impatient)
-    sys.stdout.presses = 2
+
+    # Two presses leave the chat.
+    terminal.presses = 2
     with pytest.raises(KeyboardInterrupt):
         talker.say(TURNS[2])
-    assert [each["content"] for each in talker.messages[::2]] == TURNS[:2], (
-        "a question without an answer is dropped"
-    )
-    assert signal.getsignal(signal.SIGINT) is before
+    questions = [message["content"] for message in talker.messages[::2]]
+    assert questions == TURNS[:2], "a question without an answer is dropped"
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_what_cannot_chat_is_refused_in_one_line(model: str, here: None) -> None:
     tokenizer = text_cases.byte_level()
     tokenizer.chat_template = None
     tiny_models.write(Path("base"), tokenizer=tokenizer)
-    for arguments, told in (
-        ((), "name the models by one of"),
-        (
-            ("--ckpt", "x.ckpt"),
-            "chat takes --pair or --target, since a checkpoint has no chat template",
-        ),
-        (("--target", "base"), "has no chat template"),
-        (("--pair", "smolm2"), "did you mean smollm2?"),
-        (("--target", model, "--num_draft_tokens", "some"), "num_draft_tokens"),
-    ):
-        refused("chat", *arguments, told=told)
-    refused("chat", "--target", model, "--stop", "", stdin="a\n", told="stop string is empty")
-    refused("chat", "--target", model, stdin="the oak " * 600 + "\n", told="begin a new one")
+    refused("chat", told="name the models by one of")
+    message = "chat takes --pair or --target, since a checkpoint has no chat template"
+    refused("chat", "--ckpt", "x.ckpt", told=message)
+    refused("chat", "--target", "base", told="has no chat template")
+    refused("chat", "--pair", "smolm2", told="did you mean smollm2?")
+
+    chat = ("chat", "--target", model)
+    refused(*chat, "--num_draft_tokens", "some", told="num_draft_tokens")
+    refused(*chat, "--stop", "", stdin="a\n", told="stop string is empty")
+    refused(*chat, stdin="the oak " * 600 + "\n", told="begin a new one")
     for command in ("/clear", "/save chat.txt", "/reset now"):
-        refused(
-            "chat",
-            "--target",
-            model,
-            stdin=f"{command}\n",
-            told=f"no command {command}: /reset starts",
-        )
-    assert succeed(
-        "chat", "--target", model, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n"
-    ).out, "a path is text"
+        refused(*chat, stdin=f"{command}\n", told=f"no command {command}: /reset starts")
+
+    path_question = succeed(*chat, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n")
+    assert path_question.out, "a path is text, not a command"

@@ -1,4 +1,4 @@
-"""Laws of `decode`: both outputs, the fate of each draft token, one table or one JSON document."""
+"""Laws of `decode`: outputs of both methods, the fate of each draft token, one table or JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cli_fixtures import QUICK, call, ckpt, shipped_run, succeed
 from report_rows import cells_of, faster, standard
 
 from lightning_specdec import SpeculativeDecoder
-from lightning_specdec.audit.agreement import compare_outputs
+from lightning_specdec.audit.agreement import Agreement, compare_outputs
 from lightning_specdec.audit.identity import Divergence
 from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.cli import decode
@@ -30,92 +30,132 @@ __all__ = ["ckpt", "shipped_run"]
 
 def test_without_a_prompt_the_stored_prompts_get_seven_tokens_with_both_methods(ckpt: str) -> None:
     outcome = succeed("decode", "--ckpt", ckpt, "--repeats", "2", "--output", "json")
-    document, summary, manifest = outcome.json, outcome.json["summary"], outcome.json["manifest"]
-    assert outcome.err == "" and outcome.out.count("\n") == 1
-    assert [each["prompt"] for each in document["prompts"]] == checkpoint.load(ckpt).prompts
-    for each in document["prompts"]:
-        assert each["standard"]["tokens"] == each["speculative"]["tokens"]
-        assert len(each["speculative"]["tokens"]) == 7 and each["standard"]["counts"] is None
-        counts = each["speculative"]["counts"]
+    assert outcome.err == ""
+    assert outcome.out.count("\n") == 1
+    document = outcome.json
+    prompts = [prompt["prompt"] for prompt in document["prompts"]]
+    assert prompts == checkpoint.load(ckpt).prompts
+
+    for prompt in document["prompts"]:
+        assert prompt["standard"]["tokens"] == prompt["speculative"]["tokens"]
+        assert len(prompt["speculative"]["tokens"]) == 7
+        assert prompt["standard"]["counts"] is None
+        counts = prompt["speculative"]["counts"]
         assert counts["num_accepted"] <= counts["num_tested"] <= counts["num_proposed"]
-    rates = (
+
+    summary = document["summary"]
+    for side in ("standard", "speculative"):
+        assert len(summary[side]["runs"]["seconds"]) == 2
+    for rate in (
         "walltime_speedup",
         "latency_reduction",
         "acceptance_rate",
         "draft_utilization",
         "block_efficiency",
-    )
-    assert all(isinstance(summary[name], float) for name in rates)
-    assert all(len(summary[side]["runs"]["seconds"]) == 2 for side in ("standard", "speculative"))
+    ):
+        assert isinstance(summary[rate], float), rate
+
+    manifest = document["manifest"]
     assert {"device", "threads", "torch", "commit", "checkpoint_sha256"} <= manifest.keys()
     assert manifest["options"]["num_draft_tokens"] == 3
+
+
+def marked_output(rounds: list[dict[str, Any]]) -> str:
+    """A prompt's tokens, with the accepted draft tokens in brackets."""
+    words: list[str] = []
+    for round_ in rounds:
+        accepted_tokens = round_["drafted"][: round_["num_accepted"]]
+        if accepted_tokens:
+            words.append(f"[{' '.join(map(str, accepted_tokens))}]")
+        if round_["next_token"] is not None:
+            words.append(str(round_["next_token"]))
+
+    # Neighboring blocks are printed as one.
+    return " ".join(words).replace("] [", " ")
 
 
 def test_the_answer_comes_first_then_clean_outputs_then_the_fates_then_the_table(
     ckpt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_specdec.cli.decode.FEW_PROMPTS", few := 2)
-    options = ("decode", ckpt, *QUICK, "--num_draft_tokens", "4")
-    printed, verbose = succeed(*options).out, succeed(*options, "-v").out
-    document, quiet = succeed(*options, "--output", "json").json, succeed(*options, "-q").out
-    assert quiet.count("\n") == 1 and quiet.endswith(", output identical\n")
+    num_shown = 2
+    monkeypatch.setattr("lightning_specdec.cli.decode.FEW_PROMPTS", num_shown)
+    command = ("decode", ckpt, *QUICK, "--num_draft_tokens", "4")
+    text = succeed(*command).out
+    verbose_text = succeed(*command, "-v").out
+    quiet_text = succeed(*command, "-q").out
+    document = succeed(*command, "--output", "json").json
+    assert quiet_text.count("\n") == 1
+    assert quiet_text.endswith(", output identical\n")
+    assert "\x1b" not in text
+
+    # The first line is the answer, and its figures agree with each other.
     decided = r"(?:faster|slower): \d+\.\d\dx \[[\d.]+, [\d.]+\]"
     unsure = r"too (?:few runs|noisy) to tell: \d+\.\d\dx(?: \[[\d.]+, [\d.]+\])?"
     speeds = r" \(([\d.,]+) -> ([\d.,]+) tokens/s\), output identical"
-    first = re.fullmatch(f"(?:{decided}|{unsure})" + speeds, printed.splitlines()[0])
-    assert "\x1b" not in printed and first
-    before, after = (float(each.replace(",", "")) for each in first.groups())
-    (ratio,) = re.findall(r"\d+\.\d\d(?=x)", printed.splitlines()[0])
-    assert after / before == pytest.approx(float(ratio), abs=0.006)
-    for each in document["prompts"]:
-        words: list[str] = []
-        for turn in each["speculative"]["rounds"]:
-            kept, next_token = turn["drafted"][: turn["num_accepted"]], turn["next_token"]
-            words += [f"[{' '.join(map(str, kept))}]"] if kept else []
-            words += [] if next_token is None else [str(next_token)]
-        clean, marked = " ".join(map(str, each["speculative"]["tokens"])), " ".join(words)
-        entry = f"prompt {each['index']}: {' '.join(map(str, each['prompt']))}\n    {clean}\n"
-        assert (entry in printed) == (each["index"] < few) and entry in verbose
-        assert f"{entry}  marked\n    {marked.replace('] [', ' ')}\n" in verbose
-    assert (
-        "  marks: [draft token kept], the target's own\n" in printed
-        and "time by phase" not in printed
-    )
-    assert re.search(r"\n +ModelDrafter,\n +standard +window 4\nseconds ", printed)
-    assert "\n1 more prompt: -v" in printed and "time by phase" in verbose
+    answer = re.fullmatch(f"(?:{decided}|{unsure})" + speeds, text.splitlines()[0])
+    assert answer
+    standard_speed = float(answer[1].replace(",", ""))
+    speculative_speed = float(answer[2].replace(",", ""))
+    (speedup,) = re.findall(r"\d+\.\d\d(?=x)", answer[0])
+    assert speculative_speed / standard_speed == pytest.approx(float(speedup), abs=0.006)
+
+    # Then each prompt with its output, and, only with -v, the output with its marks.
+    for prompt in document["prompts"]:
+        index = prompt["index"]
+        prompt_tokens = " ".join(map(str, prompt["prompt"]))
+        new_tokens = " ".join(map(str, prompt["speculative"]["tokens"]))
+        entry = f"prompt {index}: {prompt_tokens}\n    {new_tokens}\n"
+        assert (entry in text) == (index < num_shown)
+        assert entry in verbose_text
+        marked = marked_output(prompt["speculative"]["rounds"])
+        assert f"{entry}  marked\n    {marked}\n" in verbose_text
+    assert "  marks: [draft token kept], the target's own\n" in text
+    assert "\n1 more prompt: -v" in text
+
+    # Then the table.
+    assert re.search(r"\n +ModelDrafter,\n +standard +window 4\nseconds ", text)
+    assert "time by phase" not in text
+    assert "time by phase" in verbose_text
 
 
 def test_on_a_terminal_lines_are_no_wider_and_rejected_tokens_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rounds = [Round([100 + i, 200, 300], 1, 400) for i in range(20)]
-    row = RowResult(
-        0,
-        [1],
-        [each for i in range(20) for each in (100 + i, 400)],
-        "length",
-        20,
-        [0.1] * 40,
-        rounds=rounds,
-    )
-    outcome = DecodeResult([row], 1.0, {}, 20, 20, rule="ExactMatch")
+    rounds = []
+    tokens = []
+    expected_words = []
+    for i in range(20):
+        # One of three draft tokens is accepted. The display shows the first rejected one.
+        rounds.append(Round([100 + i, 200, 300], 1, 400))
+        tokens += [100 + i, 400]
+        expected_words += [str(100 + i), "200", "400"]
+    row = RowResult(0, [1], tokens, "length", 20, [0.1] * 40, rounds=rounds)
+    result = DecodeResult([row], 1.0, {}, 20, 20, rule="ExactMatch")
+
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 24)))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    plain, marked = decode.outputs(None, None, outcome, [None], color=True).split("  marked\n")
-    seen = re.sub(r"\x1b\[[\d;]*m", "", marked).splitlines()[:-1]
-    assert all(len(line) <= 40 for line in (*plain.splitlines(), *seen))
-    assert " ".join(" ".join(seen).split()) == " ".join(f"{100 + i} 200 400" for i in range(20))
+    text = decode.outputs(None, None, result, [None], color=True)
+    plain, marked = text.split("  marked\n")
+    visible_lines = re.sub(r"\x1b\[[\d;]*m", "", marked).splitlines()
+    # The last line explains the marks.
+    marked_lines = visible_lines[:-1]
+    for line in (*plain.splitlines(), *marked_lines):
+        assert len(line) <= 40
+    assert " ".join(marked_lines).split() == expected_words
 
 
 def test_where_the_methods_stopped_for_other_reasons_both_are_named() -> None:
-    rows = [RowResult(0, [1], [2, 3], "length", 2, []), RowResult(0, [1], [2, 4], "eos", 2, [])]
-    plain, drafted = (DecodeResult([each], 1.0, {}, 2, 2) for each in rows)
-    told = "prompt 0: 1\n    2 4\n  standard\n    2 3\n  (stopped: eos, standard: length)\n"
-    assert told in decode.outputs(None, plain, drafted, [None])
+    standard_row = RowResult(0, [1], [2, 3], "length", 2, [])
+    speculative_row = RowResult(0, [1], [2, 4], "eos", 2, [])
+    standard_result = DecodeResult([standard_row], 1.0, {}, 2, 2)
+    speculative_result = DecodeResult([speculative_row], 1.0, {}, 2, 2)
+    text = decode.outputs(None, standard_result, speculative_result, [None])
+    entry = "prompt 0: 1\n    2 4\n  standard\n    2 3\n  (stopped: eos, standard: length)\n"
+    assert entry in text
 
 
 @pytest.mark.parametrize(
-    ("speedups", "told"),
+    ("speedups", "verdict"),
     [
         ([[1.5, 1.6], [1.6, 1.5]], "faster: 1.55x ["),
         ([[0.5, 0.6], [0.6, 0.5]], "slower: 0.55x ["),
@@ -125,159 +165,143 @@ def test_where_the_methods_stopped_for_other_reasons_both_are_named() -> None:
     ],
 )
 def test_a_gain_is_claimed_only_where_its_interval_lies_above_one(
-    speedups: list[list[float]], told: str
+    speedups: list[list[float]], verdict: str
 ) -> None:
-    rows = [standard(len(each), repeat=i) for i, each in enumerate(speedups)]
-    rows += [faster(each, repeat=i) for i, each in enumerate(speedups)]
-    assert decode.describe_speed(cells_of(rows)[1]).startswith(told)
+    rows = []
+    for repeat, prompt_speedups in enumerate(speedups):
+        rows.append(standard(len(prompt_speedups), repeat=repeat))
+    for repeat, prompt_speedups in enumerate(speedups):
+        rows.append(faster(prompt_speedups, repeat=repeat))
+    comparison = cells_of(rows)[1]
+    assert decode.describe_speed(comparison).startswith(verdict)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        [
-            "--rule",
-            "RejectionSampling",
-            "--temperature",
-            "0.7",
-            "--top_k",
-            "9",
-            "--top_p",
-            "0.9",
-            "--min_p",
-            "0.01",
-        ],
-        ["--rule", "EpsilonThreshold", "--rule.epsilon=0.2"],
-        [
-            "--rule",
-            "TypicalAcceptance",
-            "--rule.epsilon",
-            "0.05",
-            "--rule.delta",
-            "0.2",
-            "--temperature",
-            "1",
-        ],
-    ],
-    ids=" ".join,
-)
-def test_a_lossy_rule_says_so_and_how_many_tokens_differ(ckpt: str, options: list[str]) -> None:
-    given = ("decode", ckpt, *QUICK, "--num-draft-tokens", "5", *options)
-    first, document = succeed(*given).out.splitlines()[0], succeed(*given, "--output", "json").json
-    pairs = [
-        (each["standard"]["tokens"], each["speculative"]["tokens"]) for each in document["prompts"]
-    ]
-    differing = sum(a != b for pair in pairs for a, b in zip(*pair, strict=True))
-    assert document["summary"]["lossless"] == RULES[options[1]].lossless
-    if RULES[options[1]].lossless:
-        assert (
-            "output identical" if not differing else "as two draws of the same distribution do"
-        ) in first
+REJECTION_SAMPLING = "--rule RejectionSampling --temperature 0.7 --top_k 9 --top_p 0.9 --min_p 0.01"
+EPSILON_THRESHOLD = "--rule EpsilonThreshold --rule.epsilon=0.2"
+TYPICAL_ACCEPTANCE = "--rule TypicalAcceptance --rule.epsilon 0.05 --rule.delta 0.2 --temperature 1"
+
+
+@pytest.mark.parametrize("options", [REJECTION_SAMPLING, EPSILON_THRESHOLD, TYPICAL_ACCEPTANCE])
+def test_a_lossy_rule_says_so_and_how_many_tokens_differ(ckpt: str, options: str) -> None:
+    rule = options.split()[1]
+    command = ("decode", ckpt, *QUICK, "--num-draft-tokens", "5", *options.split())
+    answer = succeed(*command).out.splitlines()[0]
+    document = succeed(*command, "--output", "json").json
+    num_tokens = 0
+    num_differing = 0
+    for prompt in document["prompts"]:
+        standard_tokens = prompt["standard"]["tokens"]
+        speculative_tokens = prompt["speculative"]["tokens"]
+        num_tokens += len(standard_tokens)
+        for expected, token in zip(standard_tokens, speculative_tokens, strict=True):
+            num_differing += int(token != expected)
+
+    assert document["summary"]["lossless"] == RULES[rule].lossless
+    if not RULES[rule].lossless:
+        assert f"LOSSY: {num_differing} of {num_tokens} new tokens differ" in answer
+        assert f"{rule} kept {document['summary']['num_changed']} draft token" in answer
+    elif num_differing > 0:
+        assert "as two draws of the same distribution do" in answer
     else:
-        assert (
-            f"LOSSY: {differing} of {sum(len(standard) for standard, _ in pairs)} new tokens differ"
-            in first
-        )
-        assert f"{options[1]} kept {document['summary']['num_changed']} draft token" in first
+        assert "output identical" in answer
 
 
-def result(*rows: list[int], rule: str | None = None, **fields: Any) -> DecodeResult:
-    """An outcome of one-token prompts with these new tokens."""
-    found = [RowResult(i, [1], row, "length", 2, [0.1] * len(row)) for i, row in enumerate(rows)]
-    return DecodeResult(found, 1.0, {}, 2, 0, rule=rule, **fields)
+def result(*token_rows: list[int], rule: str | None = None) -> DecodeResult:
+    """A result of one-token prompts with these new tokens."""
+    rows = []
+    for index, tokens in enumerate(token_rows):
+        rows.append(RowResult(index, [1], tokens, "length", 2, [0.1] * len(tokens)))
+    return DecodeResult(rows, 1.0, {}, 2, 0, rule=rule)
 
 
 def test_ctrl_c_keeps_the_batches_that_are_over_and_the_current_one(
     ckpt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def decode(self: Any, batch: Any, config: Any, *, indices: range) -> DecodeResult:
-        row = RowResult(indices[0], batch[0], [8 + indices[0]], "length", 1, [0.1])
-        found = DecodeResult([row], 1.0, {}, 1, 0, rule="ExactMatch")
-        if indices[0] == 1:
-            raise DecodeInterrupted(found)
-        return found
+    def interrupted_decode(self: Any, batch: Any, config: Any, *, indices: range) -> DecodeResult:
+        index = indices[0]
+        row = RowResult(index, batch[0], [8 + index], "length", 1, [0.1])
+        batch_result = DecodeResult([row], 1.0, {}, 1, 0, rule="ExactMatch")
+        if index == 1:
+            raise DecodeInterrupted(batch_result)
+        return batch_result
 
-    monkeypatch.setattr(SpeculativeDecoder, "decode", decode)
+    monkeypatch.setattr(SpeculativeDecoder, "decode", interrupted_decode)
     outcome = call("decode", ckpt, "--output", "json")
-    assert outcome.code == 130 and outcome.json["summary"] == {}
-    tokens = [each.get("speculative", {}).get("tokens") for each in outcome.json["prompts"]]
-    assert tokens == [[8], [9], None] and all(
-        "standard" in each for each in outcome.json["prompts"]
-    )
+    assert outcome.code == 130
+    assert outcome.json["summary"] == {}
+    finished_prompt, interrupted_prompt, missing_prompt = outcome.json["prompts"]
+    assert finished_prompt["speculative"]["tokens"] == [8]
+    assert interrupted_prompt["speculative"]["tokens"] == [9]
+    assert missing_prompt.get("speculative", {}).get("tokens") is None
+    for prompt in outcome.json["prompts"]:
+        assert "standard" in prompt
 
 
 def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(
     ckpt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(*tokens: int, rule: str = "ExactMatch", **config: Any) -> str:
-        other = result([1, 2, 3], [*tokens], rule=rule)
-        decoder = SpeculativeDecoder.from_checkpoint(ckpt)
-        standard = result([1, 2, 3], [5, 6])
-        return compare_outputs(decoder, standard, other, DecodingConfig(**config)).text
+    decoder = SpeculativeDecoder.from_checkpoint(ckpt)
+    standard_result = result([1, 2, 3], [5, 6])
 
-    assert told(5, 6) == "output identical"
+    def agreement(*tokens: int, rule: str = "ExactMatch", **config: Any) -> Agreement:
+        speculative_result = result([1, 2, 3], [*tokens], rule=rule)
+        return compare_outputs(
+            decoder, standard_result, speculative_result, DecodingConfig(**config)
+        )
+
+    assert agreement(5, 6).text == "output identical"
+    where = "first at token 2 of prompt 1"
     fault = "NOT a near-tie in float32: `lightning_specdec audit` looks closer"
-    assert told(5, 7) == f"output differs in 1 of 2 prompts, first at token 2 of prompt 1 ({fault})"
+    assert agreement(5, 7).text == f"output differs in 1 of 2 prompts, {where} ({fault})"
+
     tie = Divergence(1, 1, (6, 7), 0.0, 0.0, 0.1, "tie")
     monkeypatch.setattr(
-        "lightning_specdec.audit.agreement.find_divergence", lambda *given, **options: tie
+        "lightning_specdec.audit.agreement.find_divergence", lambda *arguments, **options: tie
     )
-    assert told(5, 7).endswith("first at token 2 of prompt 1 (near-tie in float32)")
-    one, other = result([5, 6]), result([5, 7], rule="ExactMatch")
-    decoder = SpeculativeDecoder.from_checkpoint(ckpt)
-    found = compare_outputs(decoder, one, other, DecodingConfig())
-    assert found.kind == "near-tie"
-    assert found.text == "output differs at token 2 (near-tie in float32)"
-    assert "two draws" in told(5, 7, rule="RejectionSampling", temperature=1.0)
+    assert agreement(5, 7).text.endswith(f"{where} (near-tie in float32)")
+    single = compare_outputs(
+        decoder, result([5, 6]), result([5, 7], rule="ExactMatch"), DecodingConfig()
+    )
+    assert single.kind == "near-tie"
+    assert single.text == "output differs at token 2 (near-tie in float32)"
+    assert "two draws" in agreement(5, 7, rule="RejectionSampling", temperature=1.0).text
 
 
 @pytest.mark.parametrize("mode", ["standard", "speculative"])
 def test_one_mode_runs_that_method_alone(ckpt: str, mode: str) -> None:
-    document = succeed("decode", "--ckpt", ckpt, *QUICK, "--mode", mode, "--output", "json").json
-    other = {"standard": "speculative", "speculative": "standard"}[mode]
-    assert document["summary"][other] is None and document["summary"]["walltime_speedup"] is None
-    assert all(mode in each and other not in each for each in document["prompts"])
-    assert "identical" not in succeed("decode", "--ckpt", ckpt, *QUICK, "--mode", mode).out
+    command = ("decode", "--ckpt", ckpt, *QUICK, "--mode", mode)
+    document = succeed(*command, "--output", "json").json
+    skipped_mode = "speculative" if mode == "standard" else "standard"
+    assert document["summary"][skipped_mode] is None
+    assert document["summary"]["walltime_speedup"] is None
+    for prompt in document["prompts"]:
+        assert mode in prompt
+        assert skipped_mode not in prompt
+    assert "identical" not in succeed(*command).out
 
 
-def test_eos_logprobs_threads_seed_and_dtype_do_what_they_say(ckpt: str) -> None:
-    options = (
-        "decode",
-        "--ckpt",
-        ckpt,
-        *QUICK,
-        "--prompt",
-        "1 2 3",
-        "--eos",
-        "5",
-        "--eos",
-        "49",
-        "--logprobs",
-    )
-    document = succeed(*options, "--threads", "1", "--dtype", "float64", "--output", "json").json
-    (row,) = document["prompts"]
-    for side in ("standard", "speculative"):
-        assert row[side]["tokens"] == [4, 5] and row[side]["stop_reason"] == "eos"
-        assert len(row[side]["logprobs"]) == 2 and all(
-            value <= 0 for value in row[side]["logprobs"]
-        )
+def test_eos_logprobs_threads_and_dtype_do_what_they_say(ckpt: str) -> None:
+    command = ["decode", "--ckpt", ckpt, *QUICK, "--prompt", "1 2 3"]
+    command += ["--eos", "5", "--eos", "49", "--logprobs"]
+    document = succeed(*command, "--threads", "1", "--dtype", "float64", "--output", "json").json
     assert document["manifest"]["threads"] == 1
-    printed = succeed(*options, "--dtype", "bfloat16").out
-    assert re.search(r"\n  logprobs\n.*\n  \(stopped: eos\)\n  marks: ", printed), (
-        "behind all of a prompt's output"
-    )
-    drawn = (
-        "decode",
-        ckpt,
-        "--repeats",
-        "0",
-        "--temperature",
-        "1",
-        "--max_new_tokens",
-        "12",
-        "--seed",
-    )
-    assert succeed(*drawn, "3").out == succeed(*drawn, "3").out != succeed(*drawn, "4").out
+    (prompt,) = document["prompts"]
+    for side in ("standard", "speculative"):
+        assert prompt[side]["tokens"] == [4, 5]
+        assert prompt[side]["stop_reason"] == "eos"
+        assert len(prompt[side]["logprobs"]) == 2
+        assert max(prompt[side]["logprobs"]) <= 0
+
+    text = succeed(*command, "--dtype", "bfloat16").out
+    order = re.search(r"\n  logprobs\n.*\n  \(stopped: eos\)\n  marks: ", text)
+    assert order, "the marks are explained after all output of a prompt"
+
+
+def test_the_seed_decides_what_is_sampled(ckpt: str) -> None:
+    command = ["decode", ckpt, "--repeats", "0", "--temperature", "1", "--max_new_tokens", "12"]
+    sampled = succeed(*command, "--seed", "3").out
+    assert succeed(*command, "--seed", "3").out == sampled
+    assert succeed(*command, "--seed", "4").out != sampled
 
 
 def test_a_prompt_whose_logits_are_not_finite_fails(tmp_path: Path) -> None:
@@ -285,8 +309,13 @@ def test_a_prompt_whose_logits_are_not_finite_fails(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in decoder.target.parameters():
             parameter.fill_(1e38)
-    decoder.save(tmp_path / "broken.safetensors")
+    path = tmp_path / "broken.safetensors"
+    decoder.save(path)
+
     prompts = ("--prompt", "1 2 3", "--prompt", "4")
-    outcome = call("decode", str(tmp_path / "broken.safetensors"), *prompts, "--output", "json")
-    assert outcome.code == 1 and "failed: " in outcome.err and "prompt 0, 1" in outcome.err
-    assert outcome.json["summary"] == {} and len(outcome.json["prompts"]) == 2
+    outcome = call("decode", str(path), *prompts, "--output", "json")
+    assert outcome.code == 1
+    assert "failed: " in outcome.err
+    assert "prompt 0, 1" in outcome.err
+    assert outcome.json["summary"] == {}
+    assert len(outcome.json["prompts"]) == 2

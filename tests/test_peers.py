@@ -1,4 +1,4 @@
-"""The comparison with other engines: which prompts, which setting, what counts as the same answer, what a row shows."""
+"""The comparison with other engines: its prompts, settings, comparison of answers, and tables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+TASKS = ["qa", "rag", "translation", "summarization", "math_reasoning", "writing"]
+NUM_REPORTED = 24
+"""Prompts that are reported: four of each task."""
 
 
 @pytest.fixture
@@ -20,7 +23,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("peers")
 
 
-class _Words:
+class WordTokenizer:
+    """Counts letters: the token of a word is its length."""
+
     eos = frozenset({2})
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
@@ -30,103 +35,124 @@ class _Words:
 def test_prompts_are_spread_over_each_task_and_no_reported_one_is_tuned_on(
     peers: ModuleType,
 ) -> None:
-    tasks = ["qa", "rag", "translation", "summarization", "math_reasoning", "writing", "coding"]
-    rows = [
-        {
-            "question_id": number,
-            "category": tasks[number % 7],
-            "turns": ["a " * (5 if number else 1025), "more"],
-        }
-        for number in range(7 * 16)
-    ]
-    reported, tuning = peers.choose(rows, _Words(), tuning=2)
-    assert len(reported) == 24 and len(tuning) == 12
-    ids = [prompt.id for prompt in (*reported, *tuning)]
-    assert len(set(ids)) == 36 and 0 not in ids, "the first has too many tokens"
-    kinds = [prompt.task for prompt in reported]
-    assert {kinds.count(kind) for kind in kinds} == {4} and len(set(kinds[:6])) == 6
-    assert [prompt.tokens for prompt in reported] == [[1] * 5] * 24
+    # Questions of "coding" belong to no task of the comparison.
+    categories = [*TASKS, "coding"]
+    rows = []
+    for number in range(7 * 16):
+        category = categories[number % 7]
+        rows.append({"question_id": number, "category": category, "turns": ["a " * 5, "more"]})
+    rows[0]["turns"] = ["a " * 1025, "more"]
+
+    reported, tuning = peers.choose(rows, WordTokenizer(), tuning=2)
+    assert len(reported) == NUM_REPORTED
+    assert len(tuning) == 12
+    ids = {prompt.id for prompt in (*reported, *tuning)}
+    assert len(ids) == 36
+    assert 0 not in ids, "this question has too many tokens"
+
+    reported_tasks = [prompt.task for prompt in reported]
+    for task in reported_tasks:
+        assert reported_tasks.count(task) == 4
+    assert len(set(reported_tasks[:6])) == 6
+    for prompt in reported:
+        assert prompt.tokens == [1] * 5
 
 
 def measured(
     peers: ModuleType, name: str, seconds: dict[int, float], **changes: Any
 ) -> list[dict[str, Any]]:
+    """Rows of a method, with the seconds of each prompt."""
     load, setting = peers.METHODS[name].candidates()[0]
-    row = {
-        "part": "prompts",
-        "method": name,
-        "load": load,
-        "setting": setting,
-        "repeat": 0,
-        "tokens": [[5, 6, 7]],
-    }
-    row |= {"first": 0.5, "num_tokens": 4, "calls": 2}
-    return [
-        {**row, "prompt": prompt, "seconds": each, **changes} for prompt, each in seconds.items()
-    ]
+    rows = []
+    for prompt, prompt_seconds in seconds.items():
+        row = {
+            "part": "prompts",
+            "method": name,
+            "load": load,
+            "setting": setting,
+            "prompt": prompt,
+            "repeat": 0,
+            "tokens": [[5, 6, 7]],
+            "num_tokens": 4,
+            "calls": 2,
+            "seconds": prompt_seconds,
+            "first": 0.5,
+        }
+        row.update(changes)
+        rows.append(row)
+    return rows
 
 
 def test_the_fastest_candidate_is_taken_unless_it_fails(peers: ModuleType) -> None:
     method = peers.METHODS["openvino_genai/int8/lookup"]
-    assert peers.best([], method) == method.candidates()[0]
+    candidates = method.candidates()
+    assert peers.best([], method) == candidates[0]
+
+    # Each candidate is faster than the one before it.
     rows = []
-    for i, (load, setting) in enumerate(method.candidates()):
-        rows += measured(peers, method.name, {1: 40.0 - i}, part="tune", load=load, setting=setting)
-    assert peers.best(rows, method) == method.candidates()[-1]
-    rows.append({**rows[-1], "prompt": 2, "error": "out of memory"})
-    del rows[-1]["seconds"]
-    assert peers.best(rows, method) == method.candidates()[-2]
+    for i, (load, setting) in enumerate(candidates):
+        seconds = {1: 40.0 - i}
+        rows += measured(peers, method.name, seconds, part="tune", load=load, setting=setting)
+    assert peers.best(rows, method) == candidates[-1]
+
+    failed_row = {**rows[-1], "prompt": 2, "error": "out of memory"}
+    del failed_row["seconds"]
+    rows.append(failed_row)
+    assert peers.best(rows, method) == candidates[-2]
 
 
 def test_the_table_shows_speeds_ratios_and_failures(peers: ModuleType) -> None:
-    ours, theirs, broken = (
-        "ours openvino/bfloat16/standard",
-        "openvino_genai/bfloat16/lookup",
-        "vllm/bfloat16/lookup",
-    )
-    rows = measured(peers, ours, {1: 2.0, 2: 2.5, 3: 4.0}) + measured(
-        peers, ours, {1: 2.2, 2: 2.5}, repeat=1
-    )
-    rows += measured(peers, theirs, {1: 1.05, 2: 1.25, 3: 2.0})
-    rows.append(
-        {
-            "part": "prompts",
-            "method": broken,
-            "prompt": 1,
-            "repeat": 0,
-            "error": "the process ended",
-        }
-    )
+    our_name = "ours openvino/bfloat16/standard"
+    rows = measured(peers, our_name, {1: 2.0, 2: 2.5, 3: 4.0})
+    rows += measured(peers, our_name, {1: 2.2, 2: 2.5}, repeat=1)
+    rows += measured(peers, "openvino_genai/bfloat16/lookup", {1: 1.05, 2: 1.25, 3: 2.0})
+    failed_row = {
+        "part": "prompts",
+        "method": "vllm/bfloat16/lookup",
+        "prompt": 1,
+        "repeat": 0,
+        "error": "the process ended",
+    }
+    rows.append(failed_row)
+
     lines = peers.table(rows).splitlines()
-    assert (
-        lines[2]
-        == "| openvino genai | bfloat16 | lookup | 2.8 | 3.2 | 2.00 | 500 | 2.00 (2.00 to 2.00) | - | - |"
-    )
+    num_borders = lines[0].count("|")
+    for line in lines:
+        assert line.count("|") == num_borders
+    method_cells = "| openvino genai | bfloat16 | lookup |"
+    assert lines[2] == f"{method_cells} 2.8 | 3.2 | 2.00 | 500 | 2.00 (2.00 to 2.00) | - | - |"
     assert "| 1.4 | 1.3 | 2.00 | 500 | 1.00 (1.00 to 1.00) |" in lines[3]
-    assert "fails: the process ended" in lines[4] and len({line.count("|") for line in lines}) == 1
+    assert "fails: the process ended" in lines[4]
+
+
+def test_a_worker_cuts_answers_at_the_end_and_hides_paths(peers: ModuleType) -> None:
+    worker = importlib.import_module("peers_worker")
+    assert worker.without_end([5, 2, 9], [2]) == [5]
+    assert worker.without_end([5, 6], [2]) == [5, 6]
+    assert "/" not in worker.reason(ValueError("no file /a/b/c.bin"))
 
 
 def test_answers_are_compared_with_ours_in_standard_decoding(peers: ModuleType) -> None:
-    worker = importlib.import_module("peers_worker")
-    assert worker.without_end([5, 2, 9], [2]) == [5] and worker.without_end([5, 6], [2]) == [5, 6]
-    assert "/" not in worker.reason(ValueError("no file /a/b/c.bin"))
     rows = measured(peers, "ours openvino/int8/standard", {1: 1.0})
     rows += measured(peers, "llama_cpp/Q8_0/lookup", {1: 1.0}, tokens=[[5, 6]])
     rows += measured(peers, "openvino_genai/int8/lookup", {1: 1.0}, tokens=[[5, 9, 7]])
     rows += measured(peers, "transformers/bfloat16/lookup", {1: 1.0})
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def gap(*request: Any) -> float:
-        asked.append(request)
+        requests.append(request)
         return 0.25
 
-    shown = peers.with_differences(rows, gap)
-    assert asked == [(1, [5, 6], 7, -1), (1, [5], 6, 9)]
-    assert [row.get("differs") for row in shown] == [None, 2, 1, None]
-    assert "differs" not in shown[3], "there is nothing to compare with"
-    assert not any("tokens" in row for row in shown)
-    assert "1 of 1 (0.25)" in peers.table(shown) and "0 of 1 |" in peers.table(shown)
-    assert peers.fastest(shown).splitlines()[2:] == [
+    compared_rows = peers.with_differences(rows, gap)
+    assert requests == [(1, [5, 6], 7, -1), (1, [5], 6, 9)]
+    assert [row.get("differs") for row in compared_rows] == [None, 2, 1, None]
+    assert "differs" not in compared_rows[3], "there is no answer of ours to compare with"
+    for row in compared_rows:
+        assert "tokens" not in row
+    table = peers.table(compared_rows)
+    assert "1 of 1 (0.25)" in table
+    assert "0 of 1 |" in table
+    assert peers.fastest(compared_rows).splitlines()[2:] == [
         "| ours openvino | int8 | 4.0 | - | 1 |",
         "| openvino genai | int8 | - | 4.0 (lookup) | 1 |",
         "| llama cpp | Q8_0 | - | 4.0 (lookup) | 1 |",
@@ -137,14 +163,14 @@ def test_answers_are_compared_with_ours_in_standard_decoding(peers: ModuleType) 
 def test_measuring_goes_on_where_it_stopped(
     peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines = []
+    started_engines = []
 
-    class Engine:
+    class FakeEngine:
         error = None
         versions: dict[str, str] = {}
 
         def __init__(self, method: Any, load: Any, options: Any) -> None:
-            engines.append(method.engine)
+            started_engines.append(method.engine)
 
         def ask(self, **request: Any) -> dict[str, Any]:
             return {"tokens": [[5]], "seconds": 1.0, "first": 0.5, "num_tokens": 2, "calls": 2}
@@ -157,38 +183,50 @@ def test_measuring_goes_on_where_it_stopped(
 
         close = stop
 
-    monkeypatch.setattr(peers, "Engine", Engine)
-    tasks = ["qa", "rag", "translation", "summarization", "math_reasoning", "writing"]
-    lines = [
-        {"question_id": i, "category": tasks[i % 6], "turns": [f"word {i}"]} for i in range(48)
-    ]
-    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(peers, "Engine", FakeEngine)
+    questions = tmp_path / "questions.jsonl"
+    lines = []
+    for i in range(48):
+        question = {"question_id": i, "category": TASKS[i % 6], "turns": [f"word {i}"]}
+        lines.append(json.dumps(question))
+    questions.write_text("\n".join(lines))
     options = argparse.Namespace(
-        rows=tmp_path / "rows.jsonl", prompts=tmp_path / "questions.jsonl", quiet=None
+        rows=tmp_path / "rows.jsonl",
+        prompts=questions,
+        quiet=None,
+        only=["torch/int8"],
+        engines={},
+        repeats=2,
+        max_new_tokens=128,
     )
-    options.only, options.engines, options.repeats, options.max_new_tokens = (
-        ["torch/int8"],
-        {},
-        2,
-        128,
-    )
-    tokenizer = _Words()
+    tokenizer = WordTokenizer()
+
+    # Every prompt goes through the three methods twice, in changing order.
+    num_methods = 3
     peers.Run(options, tokenizer).go("prompts")
+    assert started_engines == ["ours torch"]
     rows = peers.read_rows(options.rows)
-    assert (
-        engines == ["ours torch"]
-        and len([row for row in rows if row["part"] == "prompts"]) == 3 * 24 * 2
-    )
-    order = [row["method"].split("/")[-1] for row in rows if row["part"] == "prompts"]
-    assert len({tuple(order[i : i + 3]) for i in range(0, len(order), 3)}) == 6, "in all orders"
-    assert "| 24 of 24" not in peers.table(rows) and " 2 |" in peers.table(rows).splitlines()[2]
+    decodings = [row["method"].split("/")[-1] for row in rows if row["part"] == "prompts"]
+    assert len(decodings) == num_methods * NUM_REPORTED * options.repeats
+    orders = set()
+    for start in range(0, len(decodings), num_methods):
+        orders.add(tuple(decodings[start : start + num_methods]))
+    assert len(orders) == 6, "methods run in all orders"
+    table = peers.table(rows)
+    assert "| 24 of 24" not in table
+    assert " 2 |" in table.splitlines()[2]
+
+    # Without missing rows, nothing is measured.
     peers.Run(options, tokenizer).go("prompts")
-    assert peers.read_rows(options.rows) == rows and len(engines) == 1, "nothing is missing"
-    lost = [
-        row
-        for row in rows
-        if (row["part"], row["prompt"], row["repeat"]) != ("prompts", rows[5]["prompt"], 1)
-    ]
-    options.rows.write_text("".join(json.dumps(row) + "\n" for row in lost))
+    assert peers.read_rows(options.rows) == rows
+    assert len(started_engines) == 1
+
+    # Lost rows are measured again. Each time an engine is used, its memory is one more row.
+    lost_key = ("prompts", rows[5]["prompt"], 1)
+    remaining_rows = []
+    for row in rows:
+        if (row["part"], row["prompt"], row["repeat"]) != lost_key:
+            remaining_rows.append(row)
+    options.rows.write_text("".join(json.dumps(row) + "\n" for row in remaining_rows))
     peers.Run(options, tokenizer).go("prompts")
-    assert len(peers.read_rows(options.rows)) == len(rows) + 1, "what was lost, and the memory held"
+    assert len(peers.read_rows(options.rows)) == len(rows) + 1

@@ -1,4 +1,4 @@
-"""Law 10: every command line and every line of Python in the README, and in the pages for a start, works."""
+"""Every command and every block of Python in the README and in the introductory pages works."""
 
 from __future__ import annotations
 
@@ -19,63 +19,86 @@ from lightning_specdec.models.safetensors_file import read_header
 
 __all__ = ["shipped_run"]
 ROOT = Path(__file__).parent.parent
-README, GUIDE = ROOT / "README.md", ROOT / "docs" / "train_a_draft.md"
-RUN = [README, *(ROOT / "docs" / f"{name}.md" for name in ("small_models", "models"))]
-"""Pages whose commands are run here."""
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PROGRAMS = [
-    (path, text)
-    for path in RUN
-    for language, text in BLOCK.findall(path.read_text())
-    if language == "python"
-]
-SHORT = [
-    "--trainer.max_epochs",
-    str(EPOCHS + 1),
-    "--trainer.accelerator",
-    "cpu",
-    "--trainer.logger",
-    "false",
-]
-SHORT += ["--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1"]
-TRAINS = commands(README)[1:4]
-"""Tried by `test_recipes.py`, where they stand in the guide."""
-MEASURES = [call for call in commands(README) if call[0] in ("bench", "report", "audit")]
-"""Calls that measure and prove; a report needs its benchmark."""
-CALLS = [call for path in RUN for call in commands(path) if call not in TRAINS + MEASURES]
+README = ROOT / "README.md"
+GUIDE = ROOT / "docs" / "train_a_draft.md"
+PAGES_TO_RUN = [README, ROOT / "docs" / "small_models.md", ROOT / "docs" / "models.md"]
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHORT_TRAINING = ["--trainer.max_epochs", str(EPOCHS + 1), "--trainer.accelerator", "cpu"]
+SHORT_TRAINING += ["--trainer.logger", "false", "--trainer.limit_train_batches", "1"]
+SHORT_TRAINING += ["--trainer.limit_val_batches", "1"]
+TRAINING_CALLS = commands(README)[1:4]
+"""`test_recipes.py` runs these, because they are in the guide too."""
+MEASURING_CALLS = [call for call in commands(README) if call[0] in ("bench", "report", "audit")]
+"""Calls that measure and prove. A report needs its benchmark."""
 CHAIN = [call for call in commands(ROOT / "docs" / "generate.md")[1:] if "--engine" not in call]
-"""Calls that train a draft on text that its target writes; each needs the one before. Other engines are not in CI."""
+"""Calls that train a draft on text of its target. Each needs the previous one.
+
+Calls of other engines are not run here.
+"""
+
+
+def programs() -> dict[str, str]:
+    """The code of each block of Python in the pages, by its title."""
+    titled_programs = {}
+    for path in PAGES_TO_RUN:
+        for code in PYTHON_BLOCK.findall(path.read_text()):
+            titled_programs[f"{path.name}, block {len(titled_programs)}"] = code
+    return titled_programs
+
+
+PROGRAMS = programs()
+
+
+def independent_calls() -> list[list[str]]:
+    """The calls of the pages that need no other call before them."""
+    calls = []
+    for path in PAGES_TO_RUN:
+        for call in commands(path):
+            if call not in TRAINING_CALLS and call not in MEASURING_CALLS:
+                calls.append(call)
+    return calls
+
+
+def edit_file(path: Path, changes: dict[str, str]) -> None:
+    """Replace pieces of text, each of which must be in the file."""
+    text = path.read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
 
 
 def test_the_readme_trains_a_draft_as_the_guide_does() -> None:
-    assert commands(GUIDE)[:3] == TRAINS
+    assert commands(GUIDE)[:3] == TRAINING_CALLS
 
 
 def test_every_target_of_make_that_a_page_names_is_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    named = {
-        name
-        for path in PAGES
-        for name in re.findall(r"(?:^|`)make ([a-z][\w-]*)", path.read_text(), re.MULTILINE)
-    }
-    assert len(named) > 5 and [name for name in named if f"\n{name}:" not in makefile] == []
+    names = set()
+    for path in PAGES:
+        names.update(re.findall(r"(?:^|`)make ([a-z][\w-]*)", path.read_text(), re.MULTILINE))
+    assert len(names) > 5
+    for name in names:
+        assert f"\n{name}:" in makefile, name
 
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ships, with a tiny model where SmolLM2 is, and a draft file for it where the trained one is."""
+    """The shipped files, with a tiny model instead of SmolLM2 and a draft file for it."""
     home = tmp_path_factory.mktemp("stand-in")
     for path in (ROOT / "checkpoints").glob("*.safetensors"):
         shutil.copy(path, home)
     tiny_models.write_text_model(home / "smollm2", chat=True)
-    settings = home / "smollm2" / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": "</s>"}))
+    tokenizer_config = home / "smollm2" / "tokenizer_config.json"
+    settings = json.loads(tokenizer_config.read_text())
+    settings["pad_token"] = "</s>"
+    tokenizer_config.write_text(json.dumps(settings))
     decoder = SpeculativeDecoder.from_pretrained(home / "smollm2")
     decoder.with_drafter(eagle(decoder.target)).save_draft(home / "smollm2_eagle.safetensors")
     return home
 
 
-@pytest.mark.parametrize("arguments", CALLS, ids=" ".join)
+@pytest.mark.parametrize("arguments", independent_calls(), ids=" ".join)
 def test_every_call_works(
     arguments: list[str],
     shipped_run: TrainedRun,
@@ -87,18 +110,28 @@ def test_every_call_works(
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     for checkpoints in (shipped_run.directory / "checkpoints", stand_in):
         shutil.copytree(checkpoints, tmp_path / "checkpoints", dirs_exist_ok=True)
-    rows = (",".join(str(start + i) for i in range(3 + start % 4)) for start in range(40))
-    (tmp_path / "mine.csv").write_text("\n".join(rows))
+    write_sequences(tmp_path / "mine.csv")
     monkeypatch.chdir(tmp_path)
-    trains = arguments[0] in ("fit", "validate", "test")
-    brief = {"--repeats": "1", "--max_new_tokens": "8"} if arguments[0] == "decode" else {}
-    few = (
-        SHORT
-        if trains
-        else [word for each in brief.items() if each[0] not in arguments for word in each]
-    )
-    outcome = succeed(*arguments, *few, stdin="Hello\n")
+
+    extra_options: list[str] = []
+    if arguments[0] in ("fit", "validate", "test"):
+        extra_options = SHORT_TRAINING
+    elif arguments[0] == "decode":
+        for flag, value in (("--repeats", "1"), ("--max_new_tokens", "8")):
+            if flag not in arguments:
+                extra_options += [flag, value]
+    outcome = succeed(*arguments, *extra_options, stdin="Hello\n")
     assert outcome.out
+
+
+def write_sequences(path: Path) -> None:
+    """Write 40 sequences of 3 to 6 consecutive numbers, one a line."""
+    lines = []
+    for start in range(40):
+        length = 3 + start % 4
+        numbers = range(start, start + length)
+        lines.append(",".join(map(str, numbers)))
+    path.write_text("\n".join(lines))
 
 
 SMALLER = {
@@ -124,7 +157,7 @@ SMALLER = {
         "max_new_tokens: 64": "max_new_tokens: 4",
     },
 }
-"""What a tiny model in the place of the real one needs otherwise."""
+"""Changes of the shipped configs that a tiny model needs in place of the real one."""
 
 
 def test_the_calls_that_train_a_draft_work_one_after_the_other(
@@ -135,63 +168,55 @@ def test_the_calls_that_train_a_draft_work_one_after_the_other(
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "checkpoints" / "smollm2"
     tiny_models.write_text_model(model, chat=True)
-    size = json.loads((model / "config.json").read_text())["vocab_size"]
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(40, 70)]}))
+    # Many EOS tokens: some answers are complete.
+    generation_config = {"eos_token_id": [1, *range(40, 70)]}
+    (model / "generation_config.json").write_text(json.dumps(generation_config))
+
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     for name, changes in SMALLER.items():
-        path = tmp_path / "configs" / f"{name}.yaml"
-        text = path.read_text()
-        for before, after in changes.items():
-            assert before in text
-            text = text.replace(before, after.replace("vocab_size: 300", f"vocab_size: {size}"))
-        path.write_text(text)
-    more = {"fit": ["--trainer.accelerator", "cpu"], "decode": ["--repeats", "1"]}
-    outcomes = [succeed(*call, *more.get(call[0], [])) for call in CHAIN]
-    assert "val/block_efficiency" in outcomes[2].out
-    assert "output " in outcomes[-1].out.splitlines()[0]
+        edit_file(tmp_path / "configs" / f"{name}.yaml", changes)
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    size_change = {"vocab_size: 300": f"vocab_size: {vocab_size}"}
+    edit_file(tmp_path / "configs" / "smollm2_eagle.yaml", size_change)
+
+    extra_options = {"fit": ["--trainer.accelerator", "cpu"], "decode": ["--repeats", "1"]}
+    outputs = []
+    for call in CHAIN:
+        outcome = succeed(*call, *extra_options.get(call[0], []))
+        outputs.append(outcome.out)
+    assert "val/block_efficiency" in outputs[2]
+    assert "output " in outputs[-1].splitlines()[0]
 
 
 def test_the_calls_that_measure_and_prove_work_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [call[0] for call in MEASURES] == ["bench", "report", "audit"]
+    assert [call[0] for call in MEASURING_CALLS] == ["bench", "report", "audit"]
+    bench_call, report_call, audit_call = MEASURING_CALLS
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs" / "bench", tmp_path / "configs" / "bench")
     (tmp_path / "checkpoints").mkdir()
-    shutil.copy(
-        ROOT / "checkpoints" / "rnn.safetensors", tmp_path / "checkpoints" / "rnn.safetensors"
-    )
-    config = tmp_path / MEASURES[0][MEASURES[0].index("--config") + 1]
-    text = config.read_text()
-    fewer = {
+    shutil.copy(ROOT / "checkpoints" / "rnn.safetensors", tmp_path / "checkpoints")
+    config_index = bench_call.index("--config") + 1
+    smaller = {
         "num_prompts: 9": "num_prompts: 2",
         "repeats: 20": "repeats: 1",
         "[1, 2, 4, 8, auto]": "[2]",
     }
-    for before, after in fewer.items():
-        assert before in text
-        text = text.replace(before, after)
-    config.write_text(text)
-    less = [
-        "--rules",
-        "ExactMatch",
-        "--temperatures",
-        "0",
-        "1",
-        "--num_prompts",
-        "1",
-        "--num_places",
-        "1",
-    ]
-    outcomes = [succeed(*call, *(less if call[0] == "audit" else [])) for call in MEASURES]
-    assert " method " in outcomes[0].out and "(temperature 0" in outcomes[1].out
+    edit_file(tmp_path / bench_call[config_index], smaller)
+    assert " method " in succeed(*bench_call).out
+
+    assert "(temperature 0" in succeed(*report_call).out
     assert (tmp_path / "results" / "rnn" / "report" / "report.html").exists()
-    assert "passed: " in outcomes[2].out
+
+    short_audit = ["--rules", "ExactMatch", "--temperatures", "0", "1"]
+    short_audit += ["--num_prompts", "1", "--num_places", "1"]
+    assert "passed: " in succeed(*audit_call, *short_audit).out
 
 
-@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+@pytest.mark.parametrize("title", PROGRAMS)
 def test_every_block_of_python_runs(
-    number: int,
+    title: str,
     stand_in: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -199,12 +224,12 @@ def test_every_block_of_python_runs(
 ) -> None:
     shutil.copytree(stand_in, tmp_path / "checkpoints")
     monkeypatch.chdir(tmp_path)
-    path, program = PROGRAMS[number]
-    exec(compile(program, f"{path.name}, block {number}", "exec"), {"__name__": "__main__"})
+    exec(compile(PROGRAMS[title], title, "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
 
 
 def test_no_shipped_file_names_a_directory_of_the_machine_that_made_it() -> None:
     for path in (ROOT / "checkpoints").glob("*.safetensors"):
-        source = json.loads(read_header(path)[0]["lightning_specdec"])["target"].get("source")
+        metadata, *_ = read_header(path)
+        source = json.loads(metadata["lightning_specdec"])["target"].get("source")
         assert source is None or not Path(source).is_absolute(), path.name

@@ -1,4 +1,4 @@
-"""Laws on a real model, SmolLM2-135M-Instruct: `make smollm2` writes it, `make test-real` runs these."""
+"""Laws on SmolLM2-135M-Instruct: `make smollm2` downloads it, `make test-real` runs these tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUESTIONS = (
     "Why is the sky blue? Answer in two sentences.",
     "List the days of the week, then list them again in reverse order.",
 )
-NUMBER = 32
+NUM_NEW = 32
 
 
 def load(dtype: torch.dtype = torch.float32) -> Any:
@@ -43,21 +43,19 @@ def target() -> HuggingFaceLM:
 def prompts() -> list[list[int]]:
     tokenizer = target().tokenizer
     assert tokenizer is not None
-    return [
-        tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS
-    ]
+    return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
 
 
 @functools.cache
 def generated() -> list[list[int]]:
-    """What transformers makes of the prompts, one by one."""
-    model, outputs = load(), []
+    """The output of transformers' greedy `generate` for each prompt alone."""
+    model = load()
+    outputs = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUMBER, do_sample=False
-        )
-        outputs.append(output[0, len(prompt) :].tolist())
+        mask = torch.ones_like(ids)
+        text = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False)
+        outputs.append(text[0, len(prompt) :].tolist())
     return outputs
 
 
@@ -70,11 +68,9 @@ def int8_self() -> Drafter:
 
 @functools.cache
 def shipped_head() -> Drafter:
-    return (
-        checkpoints.load(SMOLLM2.parent / "smollm2_eagle.safetensors", target=target())
-        .drafter.to(dtype_of(target()))
-        .fused()
-    )
+    path = SMOLLM2.parent / "smollm2_eagle.safetensors"
+    drafter = checkpoints.load(path, target=target()).drafter
+    return drafter.to(dtype_of(target())).fused()
 
 
 def eos() -> list[int]:
@@ -84,15 +80,10 @@ def eos() -> list[int]:
 
 
 def test_standard_decoding_equals_generate_alone_and_in_a_ragged_batch() -> None:
-    alone = [
-        autoregressive_decode(target(), p, max_new_tokens=NUMBER, eos=eos()).tokens[0]
-        for p in prompts()
-    ]
-    assert alone == generated()
-    assert (
-        autoregressive_decode(target(), prompts(), max_new_tokens=NUMBER, eos=eos()).tokens
-        == generated()
-    )
+    options: dict[str, Any] = {"max_new_tokens": NUM_NEW, "eos": eos()}
+    for prompt, expected in zip(prompts(), generated(), strict=True):
+        assert autoregressive_decode(target(), prompt, **options).tokens == [expected]
+    assert autoregressive_decode(target(), prompts(), **options).tokens == generated()
 
 
 @pytest.mark.parametrize("window", [3, 8])
@@ -101,12 +92,18 @@ def test_standard_decoding_equals_generate_alone_and_in_a_ragged_batch() -> None
 )
 def test_speculative_decoding_equals_generate(make: Any, window: int) -> None:
     drafter = make()
-    for batch, expected in ((prompts(), generated()), (prompts()[:1], generated()[:1])):
+    for batch_size in (len(QUESTIONS), 1):
         result = speculative_decode(
-            target(), drafter, batch, max_new_tokens=NUMBER, num_draft_tokens=window, eos=eos()
+            target(),
+            drafter,
+            prompts()[:batch_size],
+            max_new_tokens=NUM_NEW,
+            num_draft_tokens=window,
+            eos=eos(),
         )
-        assert result.tokens == expected
-        assert result.block_efficiency is not None and result.block_efficiency > 1
+        assert result.tokens == generated()[:batch_size]
+        assert result.block_efficiency is not None
+        assert result.block_efficiency > 1
 
 
 def test_sampled_exact_match_is_standard_decoding() -> None:
@@ -114,15 +111,16 @@ def test_sampled_exact_match_is_standard_decoding() -> None:
     options: dict[str, Any] = {"max_new_tokens": 24, "sampling": sampling, "seed": 3}
     expected = autoregressive_decode(target(), prompts(), **options).tokens
     for drafter in (NGramDrafter(), int8_self(), shipped_head()):
-        assert (
-            speculative_decode(target(), drafter, prompts(), rule=ExactMatch(), **options).tokens
-            == expected
-        )
+        result = speculative_decode(target(), drafter, prompts(), rule=ExactMatch(), **options)
+        assert result.tokens == expected
 
 
 def test_the_caches_are_all_that_decoding_adds_to_the_weights() -> None:
-    """Of a row of 512 tokens: 30 layers, keys and values, 3 heads of 64 numbers of 4 bytes."""
+    """A row of 512 tokens: keys and values of 30 layers, with 3 heads of 64 floats each."""
     state = target().init_state(1, 511)
     target()(torch.tensor(prompts()[:1]), state)
-    held = sum(buffer.nbytes for pair in state.storage.layers.values() for buffer in pair)
-    assert held == 30 * 2 * 3 * 64 * 512 * 4
+    num_bytes = 0
+    for keys, values in state.storage.layers.values():
+        num_bytes += keys.nbytes + values.nbytes
+    num_floats = 30 * 2 * 3 * 64 * 512
+    assert num_bytes == 4 * num_floats

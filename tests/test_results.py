@@ -23,6 +23,9 @@ from lightning_specdec.decoding import (
 from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.rules import Sampling
 
+ROOT = Path(__file__).parent.parent
+RECORDS = sorted(path.stem for path in (ROOT / "docs" / "results").glob("*.json"))
+
 
 @pytest.mark.parametrize(
     ("drafted", "num_accepted", "next_token", "added", "counts"),
@@ -145,7 +148,7 @@ def test_counts_of_nothing_have_no_rate() -> None:
 
 
 def test_a_gpus_timer_adds_up_what_lies_between_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's events with another clock, so that no GPU is needed."""
+    """Replaces the clock of CUDA's events, so that no GPU is needed."""
     clock = itertools.count()
     synchronized: list[torch.device] = []
 
@@ -168,10 +171,6 @@ def test_a_gpus_timer_adds_up_what_lies_between_its_marks(monkeypatch: pytest.Mo
     assert timer.seconds() == timer.seconds() == {"draft": 1, "verify": 3, "accept": 5, "rest": 7}
 
 
-ROOT = Path(__file__).parent.parent
-RECORDS = sorted(path.stem for path in (ROOT / "docs" / "results").glob("*.json"))
-
-
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -179,15 +178,16 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_table_that_is_shown_is_made_from_its_record(tables: ModuleType) -> None:
-    shown = {path: path.read_text() for path in tables.pages()}
-    assert {name: tables.renewed(text) for name, text in shown.items()} == shown
-    assert {name for text in shown.values() for name in tables.names(text)} == set(tables.TABLES), (
-        "each is shown"
-    )
+    shown_names = set()
+    for path in tables.pages():
+        text = path.read_text()
+        assert tables.renewed(text) == text, path
+        shown_names.update(tables.names(text))
+    assert shown_names == set(tables.TABLES), "every table is shown"
 
 
 @pytest.mark.parametrize(
-    ("words", "trained"),
+    ("words", "expected_names"),
     [
         ("", ["eagle", "twice"]),
         ("--also x", []),
@@ -196,19 +196,21 @@ def test_every_table_that_is_shown_is_made_from_its_record(tables: ModuleType) -
     ],
 )
 def test_a_comparison_with_other_draft_files_trains_only_those_that_are_named(
-    words: str, trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, expected_names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    comparison, found = importlib.import_module("draft_comparison"), []
+    comparison = importlib.import_module("draft_comparison")
+    trained_names: list[str] = []
     monkeypatch.setattr(comparison, "KINDS", {"eagle": None, "twice": None})
-    monkeypatch.setattr(comparison, "train", lambda names, options: found.extend(names))
+    monkeypatch.setattr(comparison, "train", lambda names, options: trained_names.extend(names))
     monkeypatch.setattr("sys.argv", ["draft_comparison.py", str(tmp_path), *words.split()])
     comparison.main()
-    assert found == trained
+    assert trained_names == expected_names
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_says_how_it_was_made(name: str) -> None:
-    manifest = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["manifest"]
+    path = ROOT / "docs" / "results" / f"{name}.json"
+    manifest = json.loads(path.read_text())["manifest"]
     for key in ("torch", "processor", "threads", "commit", "options"):
         assert manifest[key] not in (None, ""), key

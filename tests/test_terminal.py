@@ -1,4 +1,4 @@
-"""Laws of what reaches a terminal: nothing that others wrote is obeyed by it."""
+"""Laws of text for a terminal: it never executes control characters from files or models."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ CONTROLS = {chr(code) for code in [*range(32), *range(127, 160)]} - {"\t", "\n"}
 
 
 def test_all_text_is_printed_by_the_function_that_makes_it_visible() -> None:
-    for file in (file for file in FILES if file != "config/terminal.py"):
-        calls = [
-            node.func
-            for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
-            if isinstance(node, ast.Call)
-        ]
-        assert not any(
-            isinstance(function, ast.Name) and function.id == "print" for function in calls
-        ), file
+    for file in FILES:
+        if file == "config/terminal.py":
+            continue
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "print", file
 
 
 @pytest.mark.usefixtures("here")
@@ -42,11 +39,12 @@ def test_a_terminal_gets_no_control_characters_from_a_checkpoint_its_output_or_a
         tokenizer="bytes",
         recipe={HOSTILE: HOSTILE},
     )
-    decoded = succeed(
-        "decode", "--ckpt", "hostile.ckpt", "--repeats", "0", "--max_new_tokens", "40"
-    )
-    shown = succeed("info", "hostile.ckpt")
+    options = ("--repeats", "0", "--max_new_tokens", "40")
+    decoded = succeed("decode", "--ckpt", "hostile.ckpt", *options)
+    described = succeed("info", "hostile.ckpt")
     refused = call("info", "--ckpt", f"{HOSTILE}.ckpt")
-    for text in (*decoded, *shown, *refused):
-        assert not CONTROLS & set(str(text)), text
-    assert r"\x1b]52;c;aGk=\x07 \x1b[2J \x9b2J \x7f" in decoded.out and refused.code == 2
+    assert refused.code == 2
+    for outcome in (decoded, described, refused):
+        for text in (outcome.out, outcome.err):
+            assert CONTROLS.isdisjoint(text), text
+    assert r"\x1b]52;c;aGk=\x07 \x1b[2J \x9b2J \x7f" in decoded.out

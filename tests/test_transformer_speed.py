@@ -1,4 +1,4 @@
-"""Laws of the transformers' benchmark: what it says of predictions is counted right, its tables hold every setting."""
+"""Laws of the benchmark of transformers: predictions are counted right, tables are complete."""
 
 from __future__ import annotations
 
@@ -35,70 +35,86 @@ def test_the_target_as_its_own_draft_predicts_as_it_does(
     speed: ModuleType, data: QuadraticProgressions
 ) -> None:
     target = cases.target("llama")
-    own, draft = speed.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
-    assert (own["predictor"], draft["predictor"]) == ("target", "ModelDrafter")
-    assert {**own, "predictor": ""} == {**draft, "predictor": ""} and own["agreement"] == 1
-    assert own["bits_per_byte"] is None and own["loss"] > 0
-    rows = speed.quality(SpeculativeDecoder(target, EarlyExitDrafter(1)), data)
+    decoder = SpeculativeDecoder(target, ModelDrafter(target))
+    target_row, draft_row = speed.quality(decoder, data)
+    assert target_row["agreement"] == 1
+    assert target_row["bits_per_byte"] is None
+    assert target_row["loss"] > 0
+    assert target_row.pop("predictor") == "target"
+    assert draft_row.pop("predictor") == "ModelDrafter"
+    assert target_row == draft_row
+
+
+def test_every_exit_layer_is_a_predictor(speed: ModuleType, data: QuadraticProgressions) -> None:
+    decoder = SpeculativeDecoder(cases.target("llama"), EarlyExitDrafter(1))
+    rows = speed.quality(decoder, data)
     assert [row["predictor"] for row in rows] == ["target", "exit 1", "exit 2"]
-    assert all(0 <= row["agreement"] <= 1 and row["loss"] > 0 for row in rows)
+    for row in rows:
+        assert 0 <= row["agreement"] <= 1
+        assert row["loss"] > 0
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_a_head_is_judged_by_the_token_that_many_places_ahead(
     speed: ModuleType, data: QuadraticProgressions, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def knows(tokens: Tensor) -> Tensor:
-        return 50.0 * torch.nn.functional.one_hot(tokens.roll(-ahead, dims=1), cases.VOCAB)
+    def oracle_logits(tokens: Tensor) -> Tensor:
+        future_tokens = tokens.roll(-ahead, dims=1)
+        return 50.0 * torch.nn.functional.one_hot(future_tokens, cases.VOCAB)
 
+    predictors = [("oracle", ahead, oracle_logits)]
+    bytes_per_token = 2.0
+    monkeypatch.setattr(speed, "predictors_of", lambda name, drafter, target: predictors)
     monkeypatch.setattr(
-        speed, "predictors_of", lambda name, drafter, target: [("oracle", ahead, knows)]
+        QuadraticProgressions, "bytes_per_token", lambda self, *splits: bytes_per_token
     )
-    monkeypatch.setattr(QuadraticProgressions, "bytes_per_token", lambda self, *splits: 2.0)
     target = cases.target("llama")
-    own, oracle = speed.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
-    assert oracle["accuracy"] == 1 and oracle["loss"] < 1e-6 and own["accuracy"] < 1
-    assert own["bits_per_byte"] == pytest.approx(own["loss"] / math.log(2) / 2)
+    decoder = SpeculativeDecoder(target, ModelDrafter(target))
+    target_row, oracle_row = speed.quality(decoder, data)
+    assert oracle_row["accuracy"] == 1
+    assert oracle_row["loss"] < 1e-6
+    assert target_row["accuracy"] < 1
+
+    bits_per_token = target_row["loss"] / math.log(2)
+    assert target_row["bits_per_byte"] == pytest.approx(bits_per_token / bytes_per_token)
     if ahead == 1:
-        assert oracle["agreement"] == pytest.approx(own["accuracy"])
+        assert oracle_row["agreement"] == pytest.approx(target_row["accuracy"])
+
+
+def result_row(batch_size: int, draft: str, speedup: float | None, **values: Any) -> dict[str, Any]:
+    """A row of the benchmark. Without a speedup it failed."""
+    row = {
+        "checkpoint": "x",
+        "rule": "ExactMatch",
+        "temperature": 0.0,
+        "batch_size": batch_size,
+        "draft": draft,
+        "num_draft_tokens": 4,
+        "walltime_speedup": speedup,
+        "speedup_quartiles": (1.0, 2.0),
+        "acceptance_rate": None,
+        "block_efficiency": 2.0,
+        "cost_ratio": 0.5,
+        "same_tokens": True,
+        "error": "no room" if speedup is None else None,
+    }
+    row.update(values)
+    return row
 
 
 def test_the_table_shows_the_best_row_of_every_setting(speed: ModuleType) -> None:
-    def row(batch_size: int, draft: str, speedup: float | None, **others: Any) -> dict[str, Any]:
-        figures = {
-            "acceptance_rate": None,
-            "block_efficiency": 2.0,
-            "cost_ratio": 0.5,
-            "same_tokens": True,
-        }
-        given = {
-            "checkpoint": "x",
-            "rule": "ExactMatch",
-            "temperature": 0.0,
-            "batch_size": batch_size,
-            "draft": draft,
-        }
-        error = "no room" if speedup is None else None
-        given |= {
-            "num_draft_tokens": 4,
-            "walltime_speedup": speedup,
-            "speedup_quartiles": (1.0, 2.0),
-            "error": error,
-        }
-        return {**figures, **given, **others}
-
+    failed_row = result_row(4, "exit 1", None)
     rows = [
-        row(1, "exit 1", 1.2),
-        row(1, "exit 2", 1.5),
-        row(4, "exit 1", None),
-        row(16, "exit 1", 0.9),
+        result_row(1, "exit 1", 1.2),
+        result_row(1, "exit 2", 1.5),
+        failed_row,
+        result_row(16, "exit 1", 0.9),
     ]
     assert speed.table(rows).splitlines()[2:] == [
         "| x | ExactMatch, 0 | 1 | exit 2, 4 | - | 2.00 | 0.50 | 1.50 (1.00 to 2.00) |",
         "| x | ExactMatch, 0 | 4 | failed | - | - | - | - |",
         "| x | ExactMatch, 0 | 16 | exit 1, 4 | - | 2.00 | 0.50 | 0.90 (1.00 to 2.00) |",
     ]
-    assert speed.line(rows[2]).endswith("failed: no room")
-    assert speed.line(row(1, "exit 1", 1.2, same_tokens=False)).endswith(
-        "OTHER TOKENS than standard decoding"
-    )
+    assert speed.line(failed_row).endswith("failed: no room")
+    different_row = result_row(1, "exit 1", 1.2, same_tokens=False)
+    assert speed.line(different_row).endswith("OTHER TOKENS than standard decoding")

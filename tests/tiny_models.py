@@ -1,5 +1,4 @@
-"""Directories as `save_pretrained` writes them, of tiny random models, with and without a tokenizer; and ways to
-spoil them."""
+"""Writes tiny random models as `save_pretrained` does, and damages them."""
 
 from __future__ import annotations
 
@@ -29,7 +28,17 @@ def write(
     dtype: Any = None,
     **sizes: Any,
 ) -> str:
-    """A directory with a random model of that family; with a tokenizer the vocabulary is the tokenizer's."""
+    """Write a random model to a directory and return its path.
+
+    Args:
+        path: the directory.
+        family: a family of `families.tiny`.
+        seed: seed of the weights.
+        tokenizer: written beside the model; the model gets its vocabulary size.
+        shard_size: largest file of weights, as "20KB".
+        dtype: type of the stored weights.
+        sizes: entries of the model's config.
+    """
     if tokenizer is not None:
         sizes = {"vocab_size": len(tokenizer), **sizes}
     model = tiny(family, seed, **sizes)
@@ -45,41 +54,41 @@ def write(
 def write_text_model(
     path: Path, family: str = "llama", *, chat: bool = False, seed: int = 1, **sizes: Any
 ) -> str:
-    """A directory with a random model and a byte-level tokenizer, with a chat template on demand."""
+    """Write a random model with a byte-level tokenizer, and a chat template if `chat` is True."""
     tokenizer = byte_level(chat_template=CHAT) if chat else byte_level()
     return write(path, family, seed=seed, tokenizer=tokenizer, max_position_embeddings=512, **sizes)
 
 
 def write_drafts(path: Path, first: str) -> str:
-    """A checkpoint of a transformer with two drafts, `exit` and `small`; the first one guesses unless told."""
+    """Write a checkpoint with the drafts `exit` and `small`; `first` names the default draft."""
     target = cases.MODELS["llama"]()
     drafts = {
         "exit": EarlyExitDrafter(1),
         "small": ModelDrafter(cases.MODELS["llama"](2, num_hidden_layers=1)),
     }
-    names = [first, *drafts.keys() - {first}]
+    ordered_drafts = {first: drafts.pop(first), **drafts}
     decoder = SpeculativeDecoder(
-        target, drafts[first], prompts=cases.PROMPTS, drafts={name: drafts[name] for name in names}
+        target, ordered_drafts[first], prompts=cases.PROMPTS, drafts=ordered_drafts
     )
     decoder.save(path)
     return str(path)
 
 
 def edit_config(**values: Any) -> Callable[[Path], None]:
-    """Change entries of config.json; None takes one away."""
+    """Return a change of config.json entries; a value of None removes its entry."""
 
     def change(path: Path) -> None:
         file = path / "config.json"
-        config = json.loads(file.read_text()) | values
-        file.write_text(
-            json.dumps({key: value for key, value in config.items() if value is not None})
-        )
+        config = json.loads(file.read_text())
+        config.update(values)
+        remaining = {key: value for key, value in config.items() if value is not None}
+        file.write_text(json.dumps(remaining))
 
     return change
 
 
 def cut(fraction: float) -> Callable[[Path], None]:
-    """Keep that part of the file of weights."""
+    """Return a change that truncates the weights file to this fraction."""
 
     def change(path: Path) -> None:
         file = path / "model.safetensors"
@@ -90,14 +99,15 @@ def cut(fraction: float) -> Callable[[Path], None]:
 
 
 def put(name: str, content: str | bytes) -> Callable[[Path], None]:
-    """Write a file."""
+    """Return a change that writes a file."""
 
     def change(path: Path) -> None:
-        (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        encoded = content.encode() if isinstance(content, str) else content
+        (path / name).write_bytes(encoded)
 
     return change
 
 
 def drop(name: str) -> Callable[[Path], None]:
-    """Delete a file."""
+    """Return a change that deletes a file."""
     return lambda path: (path / name).unlink()

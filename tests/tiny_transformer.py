@@ -1,6 +1,6 @@
-"""A transformer small enough for tests, on a real `KVState`: proof that the contracts hold for attention too.
+"""A transformer small enough for tests, on a real `KVState`, with pre-norm and rotary positions.
 
-Pre-norm, rotary positions.
+It shows that the contracts of language models and states hold for attention too.
 
 Shapes: B rows, T tokens, S cache slots, V vocabulary, D width, H heads, E = D / H.
 """
@@ -19,13 +19,16 @@ from lightning_specdec.models.state import Lengths, Slots
 
 
 class Block(nn.Module):
-    """Attention over the state's buffers (or over the tokens themselves), then a small network."""
+    """Attention over the state's buffers, or over the tokens themselves, then an MLP."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.num_heads, self.head_size = num_heads, width // num_heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.num_heads = num_heads
+        self.head_size = width // num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
@@ -39,18 +42,22 @@ class Block(nn.Module):
         slots: Slots | None,
         layer: int,
     ) -> Float[Tensor, "B T D"]:
-        heads = self.qkv(self.attention_norm(hidden)).unflatten(
-            -1, (3, self.num_heads, self.head_size)
-        )
+        projected = self.qkv(self.attention_norm(hidden))
+        heads = projected.unflatten(-1, (3, self.num_heads, self.head_size))
         queries, keys, values = heads.unbind(2)
-        queries, keys = rotate(queries, positions), rotate(keys, positions)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+
+        # The state stores keys and values head by head: B x H x S x E.
+        queries = rotate(queries, positions)
+        keys = rotate(keys, positions).transpose(1, 2)
+        values = values.transpose(1, 2)
         if state is not None:
             assert slots is not None
             keys, values = state.storage.update(layer, slots, keys, values)
+
         scores = torch.einsum("bthe,bhse->bhts", queries, keys) / self.head_size**0.5
         weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
-        hidden = hidden + self.out(torch.einsum("bhts,bhse->bthe", weights, values).flatten(2))
+        attended = torch.einsum("bhts,bhse->bthe", weights, values)
+        hidden = hidden + self.out(attended.flatten(2))
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
@@ -68,20 +75,22 @@ class TinyTransformer(LanguageModel):
         self, vocab_size: int, *, width: int = 16, num_heads: int = 2, num_layers: int = 2
     ) -> None:
         super().__init__()
-        self.vocab_size, self.width, self.num_heads, self.num_layers = (
-            vocab_size,
-            width,
-            num_heads,
-            num_layers,
-        )
+        self.vocab_size = vocab_size
+        self.width = width
+        self.num_heads = num_heads
+        self.num_layers = num_layers
         self.hidden_size = width
         self.embedding = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
-        self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, vocab_size)
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocab_size)
 
     def arguments(self) -> dict[str, Any]:
         return {
-            name: getattr(self, name) for name in ("vocab_size", "width", "num_heads", "num_layers")
+            "vocab_size": self.vocab_size,
+            "width": self.width,
+            "num_heads": self.num_heads,
+            "num_layers": self.num_layers,
         }
 
     def init_state(self, batch_size: int, max_length: int) -> KVState:
@@ -99,27 +108,29 @@ class TinyTransformer(LanguageModel):
         assert state is None or isinstance(state, KVState)
         num_tokens = tokens.shape[1]
         if state is None:
-            slots, positions = (
-                None,
-                torch.arange(num_tokens, device=tokens.device).expand_as(tokens),
-            )
+            slots = None
+            positions = torch.arange(num_tokens, device=tokens.device).expand_as(tokens)
             mask = positions[:, None] <= positions[:, :, None]
         else:
             slots = state.slots(num_tokens)
-            positions, mask = slots.positions, state.storage.mask(slots)
-        hidden, layers = self.embedding(tokens), {}
+            positions = slots.positions
+            mask = state.storage.mask(slots)
+
+        hidden = self.embedding(tokens)
+        layer_outputs = []
         for layer, block in enumerate(self.blocks):
             hidden = block(hidden, positions, mask, state, slots, layer)
-            layers[layer] = hidden
+            layer_outputs.append(hidden)
         if state is not None:
             state.advance(num_tokens, valid_lengths)
+
         if isinstance(logits_for, slice):
             hidden = hidden[:, logits_for]
         elif logits_for is not None:
             hidden = hidden.gather(1, logits_for[..., None].expand(-1, -1, self.width))
-        return ModelOutput(
-            self.output_logits(hidden), {layer: layers[layer] for layer in features}, logits_for
-        )
+
+        requested_outputs = {layer: layer_outputs[layer] for layer in features}
+        return ModelOutput(self.output_logits(hidden), requested_outputs, logits_for)
 
     def embeddings(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         embedded: Tensor = self.embedding(tokens)
@@ -140,10 +151,13 @@ class TinyTransformer(LanguageModel):
 def rotate(
     vectors: Float[Tensor, "B T H E"], positions: Int[Tensor, "B T"]
 ) -> Float[Tensor, "B T H E"]:
-    """Rotary position embedding (Su et al. 2021): pairs of coordinates turn by angles that grow with the position."""
+    """Rotary position embedding (Su et al. 2021): rotate pairs of coordinates by the position."""
     half = vectors.shape[-1] // 2
     frequencies = 10.0 ** -torch.arange(half, dtype=vectors.dtype, device=vectors.device)
     angles = positions[:, :, None, None] * frequencies
-    first, second = vectors.split(half, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    real, imaginary = vectors.split(half, dim=-1)
+    cos = angles.cos()
+    sin = angles.sin()
+    rotated_real = real * cos - imaginary * sin
+    rotated_imaginary = real * sin + imaginary * cos
+    return torch.cat((rotated_real, rotated_imaginary), dim=-1)
