@@ -1,4 +1,4 @@
-"""Laws of the transformers' benchmark: what it says of predictions is counted right, its tables hold every setting."""
+"""Predictions of drafts are counted correctly, and the table of the transformers has every setting."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture
-def speed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def prediction_quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("transformer_speed")
+    return importlib.import_module("prediction_quality")
+
+
+@pytest.fixture
+def record_tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("record_tables")
 
 
 @pytest.fixture
@@ -32,38 +38,42 @@ def data() -> QuadraticProgressions:
 
 
 def test_the_target_as_its_own_draft_predicts_as_it_does(
-    speed: ModuleType, data: QuadraticProgressions
+    prediction_quality: ModuleType, data: QuadraticProgressions
 ) -> None:
     target = cases.target("llama")
-    own, draft = speed.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
+    own, draft = prediction_quality.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
     assert (own["predictor"], draft["predictor"]) == ("target", "ModelDrafter")
     assert {**own, "predictor": ""} == {**draft, "predictor": ""} and own["agreement"] == 1
     assert own["bits_per_byte"] is None and own["loss"] > 0
-    rows = speed.quality(SpeculativeDecoder(target, EarlyExitDrafter(1)), data)
+    rows = prediction_quality.quality(SpeculativeDecoder(target, EarlyExitDrafter(1)), data)
     assert [row["predictor"] for row in rows] == ["target", "exit 1", "exit 2"]
     assert all(0 <= row["agreement"] <= 1 and row["loss"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_a_head_is_judged_by_the_token_that_many_places_ahead(
-    speed: ModuleType, data: QuadraticProgressions, ahead: int, monkeypatch: pytest.MonkeyPatch
+    prediction_quality: ModuleType,
+    data: QuadraticProgressions,
+    ahead: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def knows(tokens: Tensor) -> Tensor:
         return 50.0 * torch.nn.functional.one_hot(tokens.roll(-ahead, dims=1), cases.VOCAB)
 
+    oracle_predictor = prediction_quality.Predictor("oracle", ahead, knows)
     monkeypatch.setattr(
-        speed, "predictors_of", lambda name, drafter, target: [("oracle", ahead, knows)]
+        prediction_quality, "predictors_of", lambda name, drafter, target: [oracle_predictor]
     )
     monkeypatch.setattr(QuadraticProgressions, "bytes_per_token", lambda self, *splits: 2.0)
     target = cases.target("llama")
-    own, oracle = speed.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
+    own, oracle = prediction_quality.quality(SpeculativeDecoder(target, ModelDrafter(target)), data)
     assert oracle["accuracy"] == 1 and oracle["loss"] < 1e-6 and own["accuracy"] < 1
     assert own["bits_per_byte"] == pytest.approx(own["loss"] / math.log(2) / 2)
     if ahead == 1:
         assert oracle["agreement"] == pytest.approx(own["accuracy"])
 
 
-def test_the_table_shows_the_best_row_of_every_setting(speed: ModuleType) -> None:
+def test_the_table_shows_the_best_row_of_every_setting(record_tables: ModuleType) -> None:
     def row(batch_size: int, draft: str, speedup: float | None, **others: Any) -> dict[str, Any]:
         figures = {
             "acceptance_rate": None,
@@ -93,12 +103,8 @@ def test_the_table_shows_the_best_row_of_every_setting(speed: ModuleType) -> Non
         row(4, "exit 1", None),
         row(16, "exit 1", 0.9),
     ]
-    assert speed.table(rows).splitlines()[2:] == [
+    assert record_tables.transformer_speed_table(rows).splitlines()[2:] == [
         "| x | ExactMatch, 0 | 1 | exit 2, 4 | - | 2.00 | 0.50 | 1.50 (1.00 to 2.00) |",
         "| x | ExactMatch, 0 | 4 | failed | - | - | - | - |",
         "| x | ExactMatch, 0 | 16 | exit 1, 4 | - | 2.00 | 0.50 | 0.90 (1.00 to 2.00) |",
     ]
-    assert speed.line(rows[2]).endswith("failed: no room")
-    assert speed.line(row(1, "exit 1", 1.2, same_tokens=False)).endswith(
-        "OTHER TOKENS than standard decoding"
-    )
