@@ -18,7 +18,7 @@ help:
 	@echo "make test-oldest  the tests on the oldest torch, lightning and transformers that pyproject.toml admits"
 	@echo "make wheel-test   build a wheel, install it into an empty environment, then fit, decode and bench there"
 	@echo "make smollm2      write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
-	@echo "make bench        the speed figures of the README; make bench-transformers those of the transformers"
+	@echo "make bench        the speed of the recurrent pair; make bench-transformers that of the small transformers"
 	@echo "make peers        this package beside other engines on a CPU, PROMPTS=Spec-Bench's question.jsonl (hours)"
 	@echo "make tables       write the tables of README.md and docs/ anew from docs/results"
 	@echo "make docs         write the documentation to site/, with its pictures drawn anew"
@@ -77,11 +77,11 @@ lint: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: dev
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rnn_speed.py
+bench: setup
+	$(RUN) bench --config configs/bench/rnn.yaml
 
-bench-transformers: dev
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/transformer_speed.py
+bench-transformers: setup
+	$(RUN) bench --config configs/bench/transformers.yaml
 
 # Environments and converted models of other engines, with a torch for CPUs: what their packages pull in for vision and
 # sound does not fit it ("operator torchvision::nms does not exist").

@@ -3,14 +3,14 @@
     make smollm2
     make test-engines ENGINE=/path/to/vllm/bin/python PROMPTS=question.jsonl
 
-`PLAIN=CHECKPOINT`, a head trained without feature norms and attention window, also builds and runs llama.cpp's server
-(`--kinds plain`).
+`PLAIN=CHECKPOINT`, a head trained without feature norms and attention window, also builds and runs
+llama.cpp's server (`--kinds plain`).
 
-vLLM serves the target in float32 on a CPU, with the shipped head, with heads that are copies of its output layer, and
-with a draft model (the target without four of its layers). Greedy answers to Spec-Bench prompts must equal those of
-this package. On both sides, the acceptance length is 1 + accepted / drafts over the rounds that have a draft. At
-temperature 1 both sides draft greedily and accept a draft token with the target's probability. vLLM 0.32 has a fault
-there on CPUs: its acceptance length is measured as shipped and as fixed by `vllm_cpu.py`, which must equal ours.
+vLLM serves the target in float32 on a CPU, with the shipped head, with heads that are copies of its
+output layer, and with a draft model (the target without four of its layers). Greedy answers to
+Spec-Bench prompts must equal those of this package. On both sides, the acceptance length is
+1 + accepted / drafts over the rounds that have a draft. Answers are greedy because vLLM 0.32 does
+not verify sampled draft tokens correctly on a CPU (docs/serve.md).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,34 +41,81 @@ from lightning_specdec.checkpoints import engines
 from lightning_specdec.config.files import replaced
 from lightning_specdec.data.corpus import open_corpus
 from lightning_specdec.decoding import DecodeResult, speculative_decode
-from lightning_specdec.drafters import Drafter, EagleDrafter, MedusaDrafter, ModelDrafter
+from lightning_specdec.drafters import Drafter, MedusaDrafter, ModelDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
-from lightning_specdec.rules import Sampling
 
-PORT, WINDOW, SECONDS = 8123, 3, 1200
-LEFT_OUT = (10, 14, 18, 22)
-ENVIRONMENT = {
+Row = dict[str, Any]
+"""The figures of one kind of draft."""
+
+PORT = 8123
+NUM_DRAFT_TOKENS = 3
+START_SECONDS = 1200
+"""How long a server may take to load its models."""
+OMITTED_LAYERS = (10, 14, 18, 22)
+"""Layers of the target that the draft model does not have."""
+LARGEST_DEVIATION = 0.03
+"""Largest relative difference of two acceptance lengths."""
+
+VLLM_METHODS = {"head": "eagle3", "medusa": "medusa", "model": "draft_model"}
+"""vLLM's name for each kind of draft."""
+VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-MENDED = Path(__file__).with_name("vllm_cpu.py")
-VERDICTS = {"as_shipped": ("--as_shipped",), "mended": ()}
-CLIENT = """
+VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "openai")
+
+LIST_VERSIONS = """
+import importlib.metadata, json
+print(json.dumps({package.name: package.version for package in importlib.metadata.distributions()}))
+"""
+STREAM_ANSWER = """
 import sys
 from openai import OpenAI
 client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="none")
-question = [{"role": "user", "content": "Name three colours."}]
-chunks = client.chat.completions.create(model=sys.argv[2], messages=question, stream=True, max_tokens=16, temperature=0)
+chunks = client.chat.completions.create(
+    model=sys.argv[2],
+    messages=[{"role": "user", "content": "Name three colours."}],
+    stream=True,
+    max_tokens=16,
+    temperature=0,
+)
 texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
 print(len([text for text in texts if text]), repr("".join(texts)))
 """
 
 
 def main() -> None:
+    options = make_parser().parse_args()
+    target = load_model(options.model, dtype="float32")
+    prompts = mixed(load(options.prompts, target.tokenizer), options.num_prompts)
+
+    rows: list[Row] = []
+    if options.output and options.output.exists():
+        record = json.loads(options.output.read_text(encoding="utf-8"))
+        rows = [row for row in record["rows"] if row["kind"] not in options.kinds]
+
+    header = {
+        "manifest": manifest(options=recorded_options(options), device=torch.device("cpu")),
+        "engine": versions(options.engine),
+    }
+    for kind in options.kinds:
+        rows.append(measure_kind(kind, target, prompts, options))
+        print(json.dumps(rows[-1]), flush=True)
+        if options.output:
+            record = {**header, "rows": rows}
+            with replaced(options.output) as file:
+                file.write((json.dumps(record, indent=1) + "\n").encode())
+
+    different_kinds = [row["kind"] for row in rows if is_different(row)]
+    if different_kinds:
+        sys.exit(f"error: an engine differs with {', '.join(different_kinds)}")
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", required=True, help="Python of vLLM's environment")
     parser.add_argument("--model", default="checkpoints/smollm2")
@@ -76,374 +123,388 @@ def main() -> None:
     parser.add_argument("--prompts", required=True, help="Spec-Bench's question.jsonl")
     parser.add_argument("--num_prompts", type=int, default=12)
     parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument(
-        "--num_answers",
-        type=int,
-        default=512,
-        help="answers at temperature 1, of half as many tokens",
-    )
     parser.add_argument("--kinds", nargs="+", default=["head", "medusa", "model"])
     parser.add_argument("--plain", help="checkpoint of a head for llama.cpp, for the kind `plain`")
     parser.add_argument("--llama_server", help="llama.cpp's server")
     parser.add_argument("--llama_converter", help="command of its convert_hf_to_gguf.py")
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    target = load_model(options.model, dtype="float32")
-    prompts = mixed(load(options.prompts, target.tokenizer), options.num_prompts)
-    places = dict.fromkeys(("engine", "output", "plain", "llama_server", "llama_converter"))
-    plain = {**vars(options), **places, "prompts": Path(options.prompts).name, "window": WINDOW}
-    rows: list[dict[str, Any]] = []
-    if options.output and options.output.exists():
-        before = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in before if row["kind"] not in options.kinds]
-    told = {
-        "manifest": manifest(options=plain, device=torch.device("cpu")),
-        "engine": version(options.engine),
-    }
-    told["verdict"] = {name: verdict(options.engine, *words) for name, words in VERDICTS.items()}
-    for kind in options.kinds:
-        with TemporaryDirectory() as folder:
-            drafter = drafter_of(kind, options.plain if kind == "plain" else options.draft, target)
-            if kind == "plain":
-                row = in_llama_cpp(drafter, target, prompts, Path(folder), options)
-            else:
-                exported = engines.export(
-                    Path(folder) / "draft", drafter, target, "vllm", num_draft_tokens=WINDOW
-                )
-                row = measured(kind, drafter, target, exported, prompts, options)
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-        if options.output:
-            with replaced(options.output) as file:
-                file.write((json.dumps({**told, "rows": rows}, indent=1) + "\n").encode())
-    wrong = [
-        each["kind"]
-        for each in rows
-        if each["same_tokens"] < each["num_prompts"] or abs(each["off"]) > 0.03
-    ]
-    wrong += [each["kind"] for each in rows if abs(each.get("sampled_off", 0)) > 0.05]
-    wrong += [each["kind"] for each in rows if len(set(each.get("generated", {}).values())) > 1]
-    sys.exit(f"error: an engine differs with {', '.join(wrong)}" if wrong else 0)
+    return parser
 
 
-def drafter_of(kind: str, draft: str, target: HuggingFaceLM) -> Drafter:
+def recorded_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Options for the manifest, without paths of this machine."""
+    recorded = dict(vars(options))
+    for name in ("engine", "output", "plain", "llama_server", "llama_converter"):
+        recorded[name] = None
+    recorded["prompts"] = Path(options.prompts).name
+    recorded["window"] = NUM_DRAFT_TOKENS
+    return recorded
+
+
+def is_different(row: Row) -> bool:
+    """Whether an engine's tokens, acceptance length or generated rows are not ours."""
+    if row["same_tokens"] < row["num_prompts"] or abs(row["off"]) > LARGEST_DEVIATION:
+        return True
+    generated_counts = set(row.get("generated", {}).values())
+    return len(generated_counts) > 1
+
+
+def measure_kind(
+    kind: str, target: HuggingFaceLM, prompts: list[list[int]], options: argparse.Namespace
+) -> Row:
+    """Export a draft of this kind, and measure it here and in an engine."""
+    drafter = make_drafter(kind, target, options)
+    results = decode_here(target.packed(), drafter, prompts, options.max_new_tokens)
+    print(f"{kind}: decoded here, {acceptance_length(results):.3f}", flush=True)
+
+    engine = "llama.cpp" if kind == "plain" else "vllm"
+    with TemporaryDirectory() as folder:
+        directory = Path(folder)
+        exported = engines.export(
+            directory / "draft", drafter, target, engine, num_draft_tokens=NUM_DRAFT_TOKENS
+        )
+        row = {"kind": kind, "num_prompts": len(prompts), "logits_off": exported.difference}
+        if kind == "plain":
+            return row | measure_llama_cpp(target, prompts, results, directory, options)
+        return row | measure_vllm(kind, prompts, results, exported.directory, options)
+
+
+def make_drafter(kind: str, target: HuggingFaceLM, options: argparse.Namespace) -> Drafter:
     """A drafter of the given kind."""
-    if kind in ("head", "plain"):
-        return checkpoints.load(draft).drafter
+    if kind == "plain":
+        return checkpoints.load(options.plain).drafter
+    if kind == "head":
+        return checkpoints.load(options.draft).drafter
     if kind == "medusa":
         sizes: Any = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        return MedusaDrafter(WINDOW, **sizes).init_from(target).eval()
+        return MedusaDrafter(NUM_DRAFT_TOKENS, **sizes).init_from(target).eval()
+
     assert target.num_layers is not None
-    return ModelDrafter(
-        target.with_layers([i for i in range(target.num_layers) if i not in LEFT_OUT])
-    )
+    layers = [layer for layer in range(target.num_layers) if layer not in OMITTED_LAYERS]
+    return ModelDrafter(target.with_layers(layers))
 
 
-def version(python: str) -> dict[str, str]:
-    """Installed version in the engine's environment."""
-    program = "import json, importlib.metadata as m; print(json.dumps({d.name: d.version for d in m.distributions()}))"
-    every = json.loads(
-        subprocess.run([python, "-c", program], capture_output=True, check=True, text=True).stdout
-    )
-    return {
-        name: every[name]
-        for name in ("vllm", "vllm-cpu", "torch", "transformers", "openai")
-        if name in every
-    }
-
-
-def verdict(python: str, *words: str) -> dict[str, Any]:
-    """Outcome of vLLM's own verification of draft tokens at temperature 0.7."""
-    done = subprocess.run(
-        [python, str(MENDED), "--verdict", *words],
-        capture_output=True,
-        check=True,
-        text=True,
-        env=environment(python),
-    )
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def measured(
-    kind: str,
-    drafter: Drafter,
-    target: HuggingFaceLM,
-    made: engines.Exported,
-    prompts: list[list[int]],
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Measure both sides on the same prompts."""
-    length, packed = options.max_new_tokens, target.packed()
-    ours = decoded(kind, packed, drafter, prompts, length)
-    row: dict[str, Any] = {"kind": kind, "num_prompts": len(prompts), "logits_off": made.difference}
-    method = {"head": "eagle3", "medusa": "medusa", "model": "draft_model"}[kind]
-    config = {"method": method, "model": str(made.directory), "num_speculative_tokens": WINDOW}
-    with serving(*vllm(options, config)) as url:
-        before = drafted(url)
-        answers = [complete(url, options.model, each, length, temperature=0.0) for each in prompts]
-        theirs = difference(before, drafted(url))
-        row["same_tokens"] = sum(
-            answer == each.tokens[0] for answer, each in zip(answers, ours, strict=True)
+def decode_here(
+    target: LanguageModel, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int
+) -> list[DecodeResult]:
+    """Greedy answers of this package, one prompt at a time."""
+    results = []
+    for prompt in prompts:
+        result = speculative_decode(
+            target,
+            drafter,
+            prompt,
+            num_draft_tokens=NUM_DRAFT_TOKENS,
+            eos=(),
+            max_new_tokens=max_new_tokens,
         )
-        row |= lengths("", acceptance_length(ours), theirs)
+        results.append(result)
+    return results
+
+
+def acceptance_length(results: list[DecodeResult]) -> float:
+    """1 + accepted / rounds, over rounds that have a draft."""
+    num_rounds = 0
+    num_accepted = 0
+    for result in results:
+        for row in result.rows:
+            for round_ in row.rounds or []:
+                if round_.drafted:
+                    num_rounds += 1
+                    num_accepted += round_.num_accepted
+    return 1 + num_accepted / num_rounds
+
+
+def compare_lengths(results: list[DecodeResult], engine_length: float) -> dict[str, float]:
+    """Acceptance lengths of both sides, and their relative difference."""
+    our_length = acceptance_length(results)
+    return {"ours": our_length, "theirs": engine_length, "off": engine_length / our_length - 1}
+
+
+def measure_vllm(
+    kind: str,
+    prompts: list[list[int]],
+    results: list[DecodeResult],
+    draft_directory: Path,
+    options: argparse.Namespace,
+) -> Row:
+    """Measure vLLM with an exported draft.
+
+    Args:
+        results: our answers to the same prompts.
+    """
+    speculative_config = {
+        "method": VLLM_METHODS[kind],
+        "model": str(draft_directory),
+        "num_speculative_tokens": NUM_DRAFT_TOKENS,
+    }
+    row: Row = {}
+    with serve(vllm_command(options, speculative_config), vllm_environment(options.engine)) as url:
+        counts_before = read_draft_counts(url)
+        answers = [complete(url, prompt, options) for prompt in prompts]
+        engine_length = read_draft_counts(url).acceptance_length_since(counts_before)
+
+        our_tokens = [result.tokens[0] for result in results]
+        row["same_tokens"] = num_equal(answers, our_tokens)
+        row.update(compare_lengths(results, engine_length))
         if kind == "head":
-            done = subprocess.run(
-                [options.engine, "-c", CLIENT, url, options.model],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            row["streamed"] = done.stdout.strip()
-            row["generated"] = generated(url, options)
-    print(json.dumps(row), flush=True)
-    if options.num_answers and kind == "head":
-        row |= sampled(drafter, packed, prompts, config, options)
+            row["streamed"] = stream_answer(url, options)
+            row["generated"] = compare_generate(url, options)
     return row
 
 
-def decoded(
-    kind: str, target: LanguageModel, drafter: Drafter, prompts: list[list[int]], length: int
-) -> list[DecodeResult]:
-    """Greedy answers of this package."""
-    options: dict[str, Any] = {"num_draft_tokens": WINDOW, "eos": (), "max_new_tokens": length}
-    ours = [speculative_decode(target, drafter, each, **options) for each in prompts]
-    print(f"{kind}: decoded here, {acceptance_length(ours):.3f}", flush=True)
-    return ours
+def vllm_command(options: argparse.Namespace, speculative_config: dict[str, Any]) -> list[str]:
+    """Command of vLLM's server."""
+    command = [options.engine, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", options.model, "--dtype", "float32", "--port", str(PORT)]
+    command += ["--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager"]
+    command += ["--speculative-config", json.dumps(speculative_config)]
+    return command
 
 
-def in_llama_cpp(
-    drafter: Drafter,
+def vllm_environment(python: str) -> dict[str, str]:
+    """Environment variables that vLLM needs on a CPU."""
+    environment = {**os.environ, **VLLM_ENVIRONMENT}
+    openmp_library = Path(python).parent.parent / "lib" / "libiomp5.so"
+    if openmp_library.exists():
+        environment["LD_PRELOAD"] = str(openmp_library)
+    cores = sorted(os.sched_getaffinity(0))
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
+    # Ours would override the packages and the threads of the engine's environment.
+    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
+        environment.pop(name, None)
+    return environment
+
+
+def versions(python: str) -> dict[str, str]:
+    """Installed versions in the engine's environment."""
+    process = subprocess.run(
+        [python, "-c", LIST_VERSIONS], capture_output=True, check=True, text=True
+    )
+    installed = json.loads(process.stdout)
+    return {name: installed[name] for name in VERSIONED_PACKAGES if name in installed}
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """What vLLM has counted since it started."""
+
+    num_drafts: float
+    num_accepted: float
+
+    def acceptance_length_since(self, before: DraftCounts) -> float:
+        """1 + accepted / drafts, of what was counted since then."""
+        num_accepted = self.num_accepted - before.num_accepted
+        return 1 + num_accepted / (self.num_drafts - before.num_drafts)
+
+
+def read_draft_counts(url: str) -> DraftCounts:
+    """Read vLLM's counters from its metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=600) as response:
+        lines = response.read().decode().splitlines()
+    values = {}
+    for line in lines:
+        if line.startswith("vllm:spec_decode_num_"):
+            name, _, _ = line.partition("{")
+            values[name] = float(line.split()[-1])
+    return DraftCounts(
+        values["vllm:spec_decode_num_drafts_total"],
+        values["vllm:spec_decode_num_accepted_tokens_total"],
+    )
+
+
+def complete(url: str, prompt: list[int], options: argparse.Namespace) -> list[int]:
+    """The tokens of vLLM's greedy answer."""
+    body = {
+        "model": options.model,
+        "prompt": prompt,
+        "max_tokens": options.max_new_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return list(post(f"{url}/v1/completions", body)["choices"][0]["token_ids"])
+
+
+def stream_answer(url: str, options: argparse.Namespace) -> str:
+    """Number of chunks and text of an answer that OpenAI's client streams from the server."""
+    process = subprocess.run(
+        [options.engine, "-c", STREAM_ANSWER, url, options.model],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return process.stdout.strip()
+
+
+def compare_generate(url: str, options: argparse.Namespace) -> dict[str, int]:
+    """Rows that `generate` writes greedily, and how many of them an engine writes equally.
+
+    `address` is the running server, and `python` a server that `generate` starts itself.
+    """
+    with TemporaryDirectory() as folder:
+        directory = Path(folder)
+        prompt_file = directory / "prompts.txt"
+        prompt_file.write_text("\n".join(prompt_texts(options)), encoding="utf-8")
+        our_rows = generate(directory / "here", prompt_file, options)
+        address_rows = generate(directory / "address", prompt_file, options, engine=url)
+        python_rows = generate(directory / "python", prompt_file, options, engine=options.engine)
+    return {
+        "num_rows": len(our_rows),
+        "address": num_equal(our_rows, address_rows),
+        "python": num_equal(our_rows, python_rows),
+    }
+
+
+def prompt_texts(options: argparse.Namespace) -> list[str]:
+    """First turns of the prompts, each on one line."""
+    lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["turns"][0] for line in lines[: options.num_prompts]]
+    return [" ".join(text.split()) for text in texts]
+
+
+def generate(
+    output: Path, prompt_file: Path, options: argparse.Namespace, engine: str | None = None
+) -> list[list[int]]:
+    """Run the verb `generate`, and return the rows that it writes.
+
+    Args:
+        engine: address of a server, or the Python of an engine; without it, this package decodes.
+    """
+    arguments = {
+        "model": "GenerateText",
+        "data": "PromptFiles",
+        "trainer.logger": "false",
+        "trainer.accelerator": "cpu",
+        "model.target": options.model,
+        "model.dtype": "float32",
+        "model.max_new_tokens": str(options.max_new_tokens),
+        "model.output": str(output),
+        "data.paths": str(prompt_file),
+    }
+    if engine is not None:
+        arguments["engine"] = engine
+    command = [sys.executable, "-m", "lightning_specdec", "generate"]
+    for name, value in arguments.items():
+        command += [f"--{name}", value]
+
+    starts_engine = engine == options.engine
+    environment = vllm_environment(options.engine) if starts_engine else None
+    subprocess.run(command, check=True, env=environment)
+
+    _, shards = open_corpus(output)
+    rows = []
+    for shard in shards:
+        rows += [shard.row(index).tolist() for index in range(len(shard.prompt_lengths))]
+    return rows
+
+
+def measure_llama_cpp(
     target: HuggingFaceLM,
     prompts: list[list[int]],
-    folder: Path,
+    results: list[DecodeResult],
+    directory: Path,
     options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Measure both sides with a head converted by llama.cpp's own script.
+) -> Row:
+    """Measure llama.cpp with a head in `directory`, converted by llama.cpp's own script.
 
-    llama.cpp's answers must equal its answers without the head, which need not equal ours."""
-    length, ours = (
-        options.max_new_tokens,
-        decoded("plain", target.packed(), drafter, prompts, options.max_new_tokens),
-    )
-    made = engines.export(folder / "draft", drafter, target, "llama.cpp", num_draft_tokens=WINDOW)
-    files = {"-m": folder / "target.gguf", "-md": folder / "draft.gguf"}
-    for source, file, more in (
-        (options.model, files["-m"], []),
-        (made.directory, files["-md"], ["--target-model-dir", options.model]),
-    ):
-        command = [*shlex.split(options.llama_converter), str(source), "--outtype", "f32", *more]
-        command += ["--outfile", str(file)]
-        subprocess.run(command, check=True, capture_output=True)
-    words = [options.llama_server, "-m", str(files["-m"]), "--port", str(PORT)]
-    words += ["-c", "2048", "-np", "1", "-ctk", "f32", "-ctv", "f32", "-fa", "off"]
-    asked = {
-        "n_predict": length,
+    llama.cpp's answers must equal its answers without the head, which need not equal ours.
+
+    Args:
+        results: our answers to the same prompts.
+    """
+    target_file = directory / "target.gguf"
+    draft_file = directory / "draft.gguf"
+    convert(options.model, target_file, options)
+    convert(str(directory / "draft"), draft_file, options, "--target-model-dir", options.model)
+
+    server = [options.llama_server, "-m", str(target_file), "--port", str(PORT)]
+    server += ["-c", "2048", "-np", "1", "-ctk", "f32", "-ctv", "f32", "-fa", "off"]
+    draft_options = ["-md", str(draft_file), "--spec-type", "draft-eagle3"]
+    draft_options += ["--spec-draft-n-max", str(NUM_DRAFT_TOKENS)]
+    standard_answers = llama_cpp_answers(server, prompts, options)
+    draft_answers = llama_cpp_answers([*server, *draft_options], prompts, options)
+
+    num_drafted = sum(answer["timings"]["draft_n"] for answer in draft_answers)
+    num_accepted = sum(answer["timings"]["draft_n_accepted"] for answer in draft_answers)
+    # Every draft has the same number of tokens, so this is 1 + accepted / drafts.
+    engine_length = 1 + NUM_DRAFT_TOKENS * num_accepted / num_drafted
+
+    standard_tokens = [answer["tokens"] for answer in standard_answers]
+    draft_tokens = [answer["tokens"] for answer in draft_answers]
+    our_tokens = [result.tokens[0] for result in results]
+    gaps = []
+    for prompt, ours, theirs in zip(prompts, our_tokens, standard_tokens, strict=True):
+        gap = logit_gap(target, prompt, ours, theirs)
+        if gap is not None:
+            gaps.append(gap)
+    return {
+        "same_tokens": num_equal(draft_tokens, standard_tokens),
+        "alone_as_here": num_equal(standard_tokens, our_tokens),
+        "gaps": gaps,
+        "version": llama_cpp_version(options.llama_server),
+        **compare_lengths(results, engine_length),
+    }
+
+
+def convert(source: str, output: Path, options: argparse.Namespace, *arguments: str) -> None:
+    """Convert a model's directory to a GGUF file in float32."""
+    command = [*shlex.split(options.llama_converter), source, "--outtype", "f32"]
+    command += [*arguments, "--outfile", str(output)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def llama_cpp_answers(
+    server: list[str], prompts: list[list[int]], options: argparse.Namespace
+) -> list[Any]:
+    """Greedy answers of a llama.cpp server, with their tokens and timings."""
+    settings = {
+        "n_predict": options.max_new_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "return_tokens": True,
         "cache_prompt": False,
     }
-    draft = [
-        "-md",
-        str(files["-md"]),
-        "--spec-type",
-        "draft-eagle3",
-        "--spec-draft-n-max",
-        str(WINDOW),
-    ]
-    found, texts = {}, [result.tokens[0] for result in ours]
-    for name, more in {"alone": [], "drafted": draft}.items():
-        with serving([*words, *more]) as url:
-            found[name] = [
-                posted(f"{url}/completion", {"prompt": prompt, **asked}) for prompt in prompts
-            ]
-    alone, tokens = ([answer["tokens"] for answer in answers] for answers in found.values())
-    timings = [answer["timings"] for answer in found["drafted"]]
-    num_drafted, num_accepted = (
-        sum(each[name] for each in timings) for name in ("draft_n", "draft_n_accepted")
-    )
-    row: dict[str, Any] = {
-        "kind": "plain",
-        "num_prompts": len(prompts),
-        "logits_off": made.difference,
-    }
-    row["same_tokens"] = sum(map(list.__eq__, tokens, alone))
-    row["alone_as_here"] = sum(map(list.__eq__, alone, texts))
-    gaps = [gap(target, *three) for three in zip(prompts, texts, alone, strict=True)]
-    row["gaps"] = [each for each in gaps if each is not None]
-    told = subprocess.run(
-        [options.llama_server, "--version"], capture_output=True, text=True, check=True
-    )
-    row["version"] = (told.stdout + told.stderr).splitlines()[0]
-    return row | lengths("", acceptance_length(ours), 1 + WINDOW * num_accepted / num_drafted)
+    with serve(server) as url:
+        return [post(f"{url}/completion", {"prompt": prompt, **settings}) for prompt in prompts]
+
+
+def llama_cpp_version(server: str) -> str:
+    process = subprocess.run([server, "--version"], capture_output=True, text=True, check=True)
+    return (process.stdout + process.stderr).splitlines()[0]
 
 
 @torch.inference_mode()
-def gap(
+def logit_gap(
     target: HuggingFaceLM, prompt: list[int], ours: list[int], theirs: list[int]
 ) -> float | None:
     """Logit gap between our token and theirs at the first difference; None if there is none."""
-    if (place := first_difference(ours, theirs)) is None:
+    position = first_difference(ours, theirs)
+    if position is None:
         return None
-    logits = target(
-        torch.tensor([prompt + ours[:place]]), logits_for=slice(-1, None)
-    ).logits.flatten()
-    return float(logits[ours[place]] - logits[theirs[place]])
+    tokens = torch.tensor([prompt + ours[:position]])
+    logits = target(tokens, logits_for=slice(-1, None)).logits.flatten()
+    return float(logits[ours[position]] - logits[theirs[position]])
 
 
-def generated(url: str, options: argparse.Namespace) -> dict[str, int]:
-    """Rows that `generate` writes greedily, and equal rows through a running server and one that it starts."""
-    lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()[: options.num_prompts]
-    texts = [" ".join(json.loads(line)["turns"][0].split()) for line in lines]
-    found: dict[str, list[list[int]]] = {}
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "prompts.txt")
-        path.write_text("\n".join(texts), encoding="utf-8")
-        given = {"model.target": options.model, "model.dtype": "float32", "data.paths": str(path)}
-        given |= {"model.max_new_tokens": str(options.max_new_tokens), "trainer.accelerator": "cpu"}
-        words = [
-            "generate",
-            "--model",
-            "GenerateText",
-            "--data",
-            "PromptFiles",
-            "--trainer.logger",
-            "false",
-        ]
-        words += [word for name, value in given.items() for word in (f"--{name}", value)]
-        for name, more in {
-            "here": [],
-            "address": ["--engine", url],
-            "python": ["--engine", options.engine],
-        }.items():
-            output = Path(folder, name)
-            command = [
-                sys.executable,
-                "-m",
-                "lightning_specdec",
-                *words,
-                "--model.output",
-                str(output),
-                *more,
-            ]
-            subprocess.run(
-                command, check=True, env=environment(options.engine) if name == "python" else None
-            )
-            shards = open_corpus(output)[1]
-            found[name] = [
-                shard.row(i).tolist() for shard in shards for i in range(len(shard.prompt_lengths))
-            ]
-    same = {
-        name: sum(map(list.__eq__, found["here"], found[name])) for name in ("address", "python")
-    }
-    return {"num_rows": len(found["here"]), **same}
-
-
-def sampled(
-    drafter: Drafter,
-    target: LanguageModel,
-    prompts: list[list[int]],
-    config: dict[str, Any],
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Acceptance lengths at temperature 1: ours, vLLM's fixed, and vLLM's as shipped (an eighth as many)."""
-    assert isinstance(drafter, EagleDrafter)
-    drafter.sampling = Sampling(0.0)
-    rows, length = (
-        [prompts[i % len(prompts)] for i in range(options.num_answers)],
-        options.max_new_tokens // 2,
-    )
-    own = [
-        speculative_decode(
-            *(target, drafter, rows[i : i + 32]),
-            num_draft_tokens=WINDOW,
-            eos=(),
-            max_new_tokens=length,
-            temperature=1.0,
-            seed=i,
-        )
-        for i in range(0, len(rows), 32)
-    ]
-    print(f"decoded here at temperature 1, {acceptance_length(own):.3f}", flush=True)
-    found: dict[str, Any] = {"num_answers": len(rows)}
-    for prefix, script, some in (
-        ("sampled_", MENDED, rows),
-        ("shipped_", None, rows[: len(rows) // 8]),
-    ):
-        with serving(*vllm(options, config, script)) as url, ThreadPoolExecutor(16) as pool:
-            before = drafted(url)
-            list(
-                pool.map(
-                    lambda each: complete(url, options.model, each, length, temperature=1.0), some
-                )
-            )  # noqa: B023
-            found |= lengths(prefix, acceptance_length(own), difference(before, drafted(url)))
-        print(json.dumps(found), flush=True)
-    return found
-
-
-def acceptance_length(results: list[DecodeResult]) -> float:
-    """1 + accepted / rounds, over rounds that have a draft."""
-    rounds = [
-        each
-        for result in results
-        for row in result.rows
-        for each in row.rounds or []
-        if each.drafted
-    ]
-    return 1 + sum(each.num_accepted for each in rounds) / len(rounds)
-
-
-def lengths(prefix: str, ours: float, theirs: float) -> dict[str, float]:
-    return {f"{prefix}ours": ours, f"{prefix}theirs": theirs, f"{prefix}off": theirs / ours - 1}
-
-
-def environment(python: str) -> dict[str, str]:
-    """Environment variables that vLLM needs on a CPU."""
-    lib = Path(python).parent.parent / "lib" / "libiomp5.so"
-    found = {**os.environ, **ENVIRONMENT, **({"LD_PRELOAD": str(lib)} if lib.exists() else {})}
-    found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return {
-        name: value
-        for name, value in found.items()
-        if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
-    }
-
-
-def vllm(
-    options: argparse.Namespace, speculative: dict[str, Any], script: Path | None = None
-) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of vLLM's server."""
-    words = [
-        options.engine,
-        *(["-m", "vllm.entrypoints.openai.api_server"] if script is None else [str(script)]),
-    ]
-    words += ["--model", options.model, "--dtype", "float32"]
-    words += [
-        "--max-model-len",
-        "2048",
-        "--max-num-seqs",
-        "16",
-        "--enforce-eager",
-        "--port",
-        str(PORT),
-    ]
-    return [*words, "--speculative-config", json.dumps(speculative)], environment(options.engine)
+def num_equal(rows: list[list[int]], other_rows: list[list[int]]) -> int:
+    """Number of equal rows of tokens."""
+    return sum(row == other_row for row, other_row in zip(rows, other_rows, strict=True))
 
 
 @contextmanager
-def serving(words: list[str], variables: dict[str, str] | None = None) -> Iterator[str]:
+def serve(command: list[str], environment: dict[str, str] | None = None) -> Iterator[str]:
     """Start a server and yield its address."""
     url = f"http://127.0.0.1:{PORT}"
-    with TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log, env=variables)
+    with TemporaryDirectory() as folder, Path(folder, "log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            ends = time.monotonic() + SECONDS
-            while not healthy(url):
-                if process.poll() is not None or time.monotonic() > ends:
+            deadline = time.monotonic() + START_SECONDS
+            while not is_healthy(url):
+                if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
-                    told = [line for line in log.read().splitlines() if "rror" in line]
-                    raise SystemExit("error: the engine does not serve:\n" + "\n".join(told[:8]))
+                    errors = [line for line in log.read().splitlines() if "rror" in line]
+                    raise SystemExit("error: the engine does not serve:\n" + "\n".join(errors[:8]))
                 time.sleep(1)
             yield url
         finally:
@@ -451,49 +512,20 @@ def serving(words: list[str], variables: dict[str, str] | None = None) -> Iterat
             process.wait(600)
 
 
-def healthy(url: str) -> bool:
+def is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 
 
-def complete(
-    url: str, model: str, prompt: list[int], length: int, *, temperature: float
-) -> list[int]:
-    """The tokens of an answer."""
-    body = {"model": model, "prompt": prompt, "max_tokens": length, "temperature": temperature}
-    body |= {"ignore_eos": True, "return_token_ids": True}
-    return list(posted(f"{url}/v1/completions", body)["choices"][0]["token_ids"])
-
-
-def posted(url: str, body: dict[str, Any]) -> Any:
-    """The answer to a request."""
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=3600) as answer:
-        return json.load(answer)
-
-
-def drafted(url: str) -> tuple[float, float]:
-    """Number of drafts verified so far and of their accepted tokens."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=600) as answer:
-        lines = answer.read().decode().splitlines()
-    values = {
-        line.split("{")[0]: float(line.split()[-1])
-        for line in lines
-        if line.startswith("vllm:spec_decode_num_")
-    }
-    return values["vllm:spec_decode_num_drafts_total"], values[
-        "vllm:spec_decode_num_accepted_tokens_total"
-    ]
-
-
-def difference(before: tuple[float, float], after: tuple[float, float]) -> float:
-    """The acceptance length between two readings."""
-    return 1 + (after[1] - before[1]) / (after[0] - before[0])
+def post(url: str, body: dict[str, Any]) -> Any:
+    """The JSON answer to a request."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=3600) as response:
+        return json.load(response)
 
 
 if __name__ == "__main__":

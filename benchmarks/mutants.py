@@ -1,15 +1,18 @@
-"""Measure which deliberate faults the law tests detect. Each mutant is one named fault in a copy of a tree.
+"""Measure which deliberate faults the law tests detect: a mutant is one named fault in the sources.
 
-python benchmarks/mutants.py --tree ../before --output before.json
-python benchmarks/mutants.py --tree . --output after.json
-python benchmarks/mutants.py --compare before.json after.json
+    python benchmarks/mutants.py --check
+    python benchmarks/mutants.py --output mutants.json
+    python benchmarks/mutants.py --compare before.json after.json
 
-A run that was stopped continues with the missing mutants. A failing test kills a mutant.
+`--check` only applies every edit of mutants.yaml, which takes a second. A full run takes hours: for
+each mutant it edits a copy of the repository and runs the law tests there until one fails, which
+kills the mutant. A run that was stopped continues with the mutants that are missing in the output.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import shutil
@@ -17,11 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-LAWS = [
+ROOT = Path(__file__).resolve().parent.parent
+MUTANTS_FILE = Path(__file__).with_suffix(".yaml")
+
+LAWS = (
     "rules",
     "sampling",
     "states",
@@ -37,7 +45,6 @@ LAWS = [
     "early_exit",
     "staged",
     "ngram_with_fallback",
-    "lookup_first",
     "cross_vocabulary",
     "conversation",
     "processors",
@@ -48,102 +55,175 @@ LAWS = [
     "vocabulary",
     "new_drafter",
     "audit",
-]
-"""Test files of the laws, the fastest first; a tree runs those that it has."""
-
-MUTANTS: dict[str, list[dict[str, str]]] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text()
 )
+"""Test files of the laws, the fastest first: `tests/test_NAME.py`."""
+
+NOT_COPIED = (".git", ".venv", "logs", "__pycache__", "docs", "smollm2*")
+"""What the copy of the repository leaves out."""
+
+Outcome = dict[str, Any]
+"""`killed` (whether a test failed), `by` (the first test that failed), and `seconds`."""
 
 
-def apply(tree: Path, edits: list[dict[str, str]]) -> bool:
-    """Apply an edit at the one place where it matches; False if there is none or several."""
-    files = {path: path.read_text() for path in (tree / "lightning_specdec").rglob("*.py")}
-    for edit in edits:
-        places = [path for path, text in files.items() if text.count(edit["before"]) == 1]
-        if len(places) == 1:
-            places[0].write_text(files[places[0]].replace(edit["before"], edit["after"]))
-            return True
-    return False
+@dataclass(frozen=True)
+class Mutant:
+    """A fault in one file of the package.
 
+    Args:
+        name: what the fault does.
+        file: path below `lightning_specdec`.
+        before: text that occurs once in the file.
+        after: the text that replaces it.
+    """
 
-def run(tree: Path, seconds: float) -> dict[str, object]:
-    """Run the law files until a test fails. Returns the test that killed the mutant, or that it survived."""
-    files = [f"tests/test_{name}.py" for name in LAWS if (tree / f"tests/test_{name}.py").exists()]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
-    started = time.perf_counter()
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        return {"killed": True, "by": "time limit", "seconds": seconds}
-    failed = [
-        line.split(" - ")[0]
-        for line in done.stdout.splitlines()
-        if line.startswith(("FAILED", "ERROR"))
-    ]
-    spent = round(time.perf_counter() - started, 1)
-    return {
-        "killed": done.returncode != 0,
-        "by": failed[0][:200] if failed else None,
-        "seconds": spent,
-    }
+    name: str
+    file: str
+    before: str
+    after: str
 
+    def apply(self, root: Path) -> None:
+        """Edit the file in this copy of the repository.
 
-def measure(tree: Path, output: Path, seconds: float) -> None:
-    """Run every mutant that is not in the output yet."""
-    found = json.loads(output.read_text()) if output.exists() else {}
-    for intent, edits in MUTANTS.items():
-        if intent in found:
-            continue
-        with tempfile.TemporaryDirectory() as directory:
-            copy = Path(directory) / "tree"
-            ignored = shutil.ignore_patterns(
-                ".git", ".venv", "logs", "__pycache__", "docs", "smollm2*"
+        Raises:
+            ValueError: the file does not exist or does not contain the text exactly once, or the
+                edited file is not Python.
+        """
+        path = root / "lightning_specdec" / self.file
+        if not path.is_file():
+            raise ValueError(f"{self.name}: there is no file {self.file}")
+        source = path.read_text()
+        num_matches = source.count(self.before)
+        if num_matches != 1:
+            raise ValueError(
+                f"{self.name}: {self.file} contains the text {num_matches} times, must be once: "
+                f"{self.before!r}"
             )
-            shutil.copytree(tree, copy, ignore=ignored)
-            found[intent] = (
-                run(copy, seconds)
-                if apply(copy, edits)
-                else {"killed": None, "by": "does not apply"}
-            )
-        output.write_text(json.dumps(found, indent=1))
-        print(f"{intent}: {found[intent]}", flush=True)
+
+        mutated_source = source.replace(self.before, self.after)
+        try:
+            ast.parse(mutated_source)
+        except SyntaxError as error:
+            raise ValueError(f"{self.name}: the edited {self.file} is not Python") from error
+        path.write_text(mutated_source)
 
 
-def compare(before: Path, after: Path) -> None:
-    """Print the mutants that each suite kills and those that the second one misses."""
-    one, two = json.loads(before.read_text()), json.loads(after.read_text())
-    for intent in MUTANTS:
-        print(
-            f"{intent}: {one.get(intent, {}).get('killed')} -> {two.get(intent, {}).get('killed')}"
-        )
-    missed = [
-        name
-        for name in MUTANTS
-        if one.get(name, {}).get("killed") and not two.get(name, {}).get("killed")
-    ]
-    alive = [intent for intent in MUTANTS if two.get(intent, {}).get("killed") is False]
-    print(
-        f"{len(MUTANTS)} mutants; killed before and not now: {missed or 'none'}; surviving now: {alive or 'none'}"
-    )
+def read_mutants() -> list[Mutant]:
+    """The mutants of mutants.yaml, in its order."""
+    entries = yaml.safe_load(MUTANTS_FILE.read_text())
+    return [Mutant(name=name, **fields) for name, fields in entries.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tree", type=Path)
-    parser.add_argument("--output", type=Path)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true", help="apply each edit and run no test")
+    action.add_argument("--output", type=Path, help="run the tests, and write the outcomes here")
+    action.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of one mutant")
-    parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     options = parser.parse_args()
+
     if options.compare:
         compare(*options.compare)
+        return
+
+    errors = check()
+    if errors:
+        sys.exit("\n".join(["error: mutants.yaml does not fit the sources", *errors]))
+    if options.check:
+        print(f"all {len(read_mutants())} mutants apply, and all {len(LAWS)} law files exist")
     else:
-        measure(options.tree.resolve(), options.output, options.seconds)
+        measure(options.output, options.seconds)
+
+
+def check() -> list[str]:
+    """What does not fit: edits that do not apply, and law files that do not exist."""
+    errors = []
+    for law in LAWS:
+        path = law_path(law)
+        if not (ROOT / path).is_file():
+            errors.append(f"there is no file {path}")
+
+    for mutant in read_mutants():
+        with tempfile.TemporaryDirectory() as directory:
+            copied_root = Path(directory)
+            original = ROOT / "lightning_specdec" / mutant.file
+            copied_file = copied_root / "lightning_specdec" / mutant.file
+            copied_file.parent.mkdir(parents=True)
+            if original.is_file():
+                shutil.copy(original, copied_file)
+            try:
+                mutant.apply(copied_root)
+            except ValueError as error:
+                errors.append(str(error))
+    return errors
+
+
+def law_path(law: str) -> str:
+    return f"tests/test_{law}.py"
+
+
+def measure(output: Path, seconds: float) -> None:
+    """Run every mutant that is not in the output yet."""
+    outcomes: dict[str, Outcome] = {}
+    if output.exists():
+        outcomes = json.loads(output.read_text())
+
+    for mutant in read_mutants():
+        if mutant.name in outcomes:
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            copied_root = Path(directory) / "tree"
+            shutil.copytree(ROOT, copied_root, ignore=shutil.ignore_patterns(*NOT_COPIED))
+            mutant.apply(copied_root)
+            outcomes[mutant.name] = run_laws(copied_root, seconds)
+        output.write_text(json.dumps(outcomes, indent=1))
+        print(f"{mutant.name}: {outcomes[mutant.name]}", flush=True)
+
+
+def run_laws(root: Path, time_limit: float) -> Outcome:
+    """Run the law tests of a copy of the repository until one of them fails."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += [law_path(law) for law in LAWS]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    start = time.perf_counter()
+    try:
+        process = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=time_limit
+        )
+    except subprocess.TimeoutExpired:
+        return {"killed": True, "by": "time limit", "seconds": time_limit}
+    seconds = round(time.perf_counter() - start, 1)
+
+    failed_test = None
+    for line in process.stdout.splitlines():
+        if line.startswith(("FAILED", "ERROR")):
+            # pytest appends the error's message after the name of the test.
+            failed_test = line.split(" - ")[0][:200]
+            break
+    return {"killed": process.returncode != 0, "by": failed_test, "seconds": seconds}
+
+
+def compare(before_path: Path, after_path: Path) -> None:
+    """Print which mutants two runs killed, those that only the first one did, and survivors."""
+    before: dict[str, Outcome] = json.loads(before_path.read_text())
+    after: dict[str, Outcome] = json.loads(after_path.read_text())
+    names = [mutant.name for mutant in read_mutants()]
+    missed = []
+    surviving = []
+    for name in names:
+        was_killed = before.get(name, {}).get("killed")
+        is_killed = after.get(name, {}).get("killed")
+        print(f"{name}: {was_killed} -> {is_killed}")
+        if was_killed and not is_killed:
+            missed.append(name)
+        if is_killed is False:
+            surviving.append(name)
+    print(
+        f"{len(names)} mutants; killed before and not now: {missed or 'none'}; "
+        f"surviving now: {surviving or 'none'}"
+    )
 
 
 if __name__ == "__main__":

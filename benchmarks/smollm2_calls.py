@@ -1,11 +1,11 @@
-"""Measure one call of SmolLM2 by its width in every form of the model, and the memory that decoding adds.
+"""Measure one call of SmolLM2 by its number of tokens, in every form of the model.
 
     make smollm2
     python benchmarks/smollm2_calls.py --output docs/results/smollm2_calls.json
 
-Figures are milliseconds of a call on 1 to 16 tokens behind a text of 200, medians of interleaved repeats. The forms are
-transformers' own forward pass with its dynamic cache, the same model over our state, with packed weights, with int8
-weights, and, if it is installed, in OpenVINO with plain and with int8 weights.
+A figure is the milliseconds of a call on 1 to 16 tokens after a text of 200, the median over
+repeats in which the forms take turns. `bench` measures whole decodes and not single calls, so this
+is a script of its own. The record also has the bytes of the KV cache.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import record_tables
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
@@ -29,7 +30,16 @@ from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import in_backend
 from lightning_specdec.models.packed import quantize
 
-CONTEXT, WIDTHS = 200, (1, 2, 4, 8, 16)
+CONTEXT_LENGTH = 200
+WIDTHS = (1, 2, 4, 8, 16)
+"""Numbers of tokens in a call."""
+DTYPES = (torch.bfloat16, torch.float32)
+NUM_WARMUPS = 2
+CACHE_LENGTH = 512
+"""Tokens of the text whose KV cache is measured."""
+
+Call = Callable[[Tensor], None]
+"""Reads tokens `[1, T]` after the context, and rolls back to it."""
 
 
 def main() -> None:
@@ -39,117 +49,103 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     logging.set_verbosity_error()
+
     rows: list[dict[str, Any]] = []
-    for dtype in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        calls = _forms(options, dtype)
+    for dtype in DTYPES:
+        dtype_name = str(dtype).removeprefix("torch.")
+        calls = model_forms(options.model, dtype)
         for width in WIDTHS:
-            tokens = torch.randint(
-                100, 40_000, (1, width), generator=torch.Generator().manual_seed(width)
-            )
-            seconds = _interleave(
-                {form: partial(call, tokens) for form, call in calls.items()}, options.repeats
-            )
-            row = {form: 1000 * statistics.median(each) for form, each in seconds.items()}
-            rows.append({"dtype": name, "width": width, "milliseconds": row})
-            print(
-                f"{name:<9} {width:>3}  "
-                + "  ".join(f"{form} {value:.1f}" for form, value in row.items()),
-                flush=True,
-            )
-        rows.append({"dtype": name, **_memory(options, dtype)})
-        print(f"{name:<9} {rows[-1]}", flush=True)
+            milliseconds = measure(calls, random_tokens(width, seed=width), options.repeats)
+            rows.append({"dtype": dtype_name, "width": width, "milliseconds": milliseconds})
+        rows.append({"dtype": dtype_name, "cache_bytes": cache_bytes(options.model, dtype)})
+    print(record_tables.smollm2_calls_table(rows))
+
     if options.output:
-        found = manifest(options={**vars(options), "output": None}, device=torch.device("cpu"))
-        options.output.write_text(json.dumps({"manifest": found, "rows": rows}, indent=1) + "\n")
+        settings = {"model": options.model, "repeats": options.repeats}
+        record = {
+            "manifest": manifest(options=settings, device=torch.device("cpu")),
+            "rows": rows,
+        }
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Milliseconds by form, as a Markdown table."""
-    calls = [row for row in rows if "milliseconds" in row]
-    lines = [f"| dtype | Tokens | {' | '.join(calls[0]['milliseconds'])} |"]
-    lines.append("|---" * (2 + len(calls[0]["milliseconds"])) + "|")
-    for row in calls:
-        shown = " | ".join(f"{value:.1f}" for value in row["milliseconds"].values())
-        lines.append(f"| {row['dtype']} | {row['width']} | {shown} |")
-    return "\n".join(lines)
-
-
-Call = Callable[[torch.Tensor], None]
-
-
-def _forms(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Call]:
-    """All forms of the model, each after reading the same text."""
-    calls = {"transformers": _theirs(_load(options, dtype))}
-    calls["ours"] = _ours(HuggingFaceLM(_load(options, dtype)))
-    calls["packed"] = _ours(HuggingFaceLM(_load(options, dtype)).pack())
-    int8 = HuggingFaceLM(_load(options, dtype))
-    quantize(int8.model, "int8")
-    calls["int8"] = _ours(int8.pack())
+def model_forms(model_path: str, dtype: torch.dtype) -> dict[str, Call]:
+    """Every form of the model, each after it has read the same context."""
+    int8_model = HuggingFaceLM(load(model_path, dtype))
+    quantize(int8_model.model, "int8")
+    calls = {
+        "transformers": transformers_call(load(model_path, dtype)),
+        "ours": our_call(HuggingFaceLM(load(model_path, dtype))),
+        "packed": our_call(HuggingFaceLM(load(model_path, dtype)).pack()),
+        "int8": our_call(int8_model.pack()),
+    }
     if find_spec("openvino"):
         for name, quantization in (("openvino", None), ("openvino int8", "int8")):
-            calls[name] = _ours(
-                in_backend(HuggingFaceLM(_load(options, dtype)), "openvino", quantization)
-            )
+            model = HuggingFaceLM(load(model_path, dtype))
+            calls[name] = our_call(in_backend(model, "openvino", quantization))
     return calls
 
 
-def _load(options: argparse.Namespace, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
+def load(model_path: str, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).eval()
 
 
-def _text() -> torch.Tensor:
-    return torch.randint(100, 40_000, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
+def random_tokens(num_tokens: int, *, seed: int) -> Tensor:
+    """Random tokens `[1, num_tokens]`. Small ids are left out: they are special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(100, 40_000, (1, num_tokens), generator=generator)
 
 
-def _theirs(model: Any) -> Call:
+def transformers_call(model: Any) -> Call:
+    """transformers' own forward pass, with its dynamic cache."""
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        model(_text(), past_key_values=cache)
+        model(random_tokens(CONTEXT_LENGTH, seed=0), past_key_values=cache)
 
     @torch.inference_mode()
-    def call(tokens: torch.Tensor) -> None:
+    def call(tokens: Tensor) -> None:
         model(tokens, past_key_values=cache)
         cache.crop(-tokens.shape[1])
 
     return call
 
 
-def _ours(model: HuggingFaceLM) -> Call:
-    state = model.init_state(1, 2 * CONTEXT)
+def our_call(model: HuggingFaceLM) -> Call:
+    """A forward pass with this package's state."""
+    state = model.init_state(1, 2 * CONTEXT_LENGTH)
     with torch.inference_mode():
-        model(_text(), state, logits_for=slice(-1, None))
+        context = random_tokens(CONTEXT_LENGTH, seed=0)
+        model(context, state, logits_for=slice(-1, None))
 
     @torch.inference_mode()
-    def call(tokens: torch.Tensor) -> None:
+    def call(tokens: Tensor) -> None:
         model(tokens, state)
-        state.truncate([CONTEXT])
+        state.truncate([CONTEXT_LENGTH])
 
     return call
 
 
-def _interleave(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+def measure(calls: dict[str, Call], tokens: Tensor, num_repeats: int) -> dict[str, float]:
+    """Median milliseconds of each call. The calls take turns, so that all see the same machine."""
     seconds: dict[str, list[float]] = {form: [] for form in calls}
-    for i in range(repeats + 2):
+    for repeat in range(NUM_WARMUPS + num_repeats):
         for form, call in calls.items():
-            started = time.perf_counter()
-            call()
-            if i >= 2:
-                seconds[form].append(time.perf_counter() - started)
-    return seconds
+            start = time.perf_counter()
+            call(tokens)
+            if repeat >= NUM_WARMUPS:
+                seconds[form].append(time.perf_counter() - start)
+    return {form: 1000 * statistics.median(values) for form, values in seconds.items()}
 
 
-def _memory(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of the KV caches of a text of 512 tokens."""
-    model = HuggingFaceLM(_load(options, dtype)).pack()
-    state = model.init_state(1, 511)
+def cache_bytes(model_path: str, dtype: torch.dtype) -> int:
+    """Bytes of the KV cache of a text of `CACHE_LENGTH` tokens."""
+    model = HuggingFaceLM(load(model_path, dtype)).pack()
+    # A state has room for one token more than it is asked for.
+    state = model.init_state(1, CACHE_LENGTH - 1)
     with torch.inference_mode():
-        model(_text(), state, logits_for=slice(-1, None))
-    return {
-        "cache_bytes": sum(
-            buffer.nbytes for pair in state.storage.layers.values() for buffer in pair
-        ),
-    }
+        context = random_tokens(CONTEXT_LENGTH, seed=0)
+        model(context, state, logits_for=slice(-1, None))
+    return sum(buffer.nbytes for buffer in state.storage.buffers())
 
 
 if __name__ == "__main__":

@@ -14,64 +14,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import audits
 import draft_comparison
 import kills
 import peers
-import rnn_speed
-import smollm2_calls
-import smollm2_draft_kinds
-import smollm2_drafts
-import smollm2_speed
-import transformer_speed
+import record_tables
 
 from lightning_specdec.bench.results import read
 from lightning_specdec.bench.rows import HUGGING_FACE, Comparison
 from lightning_specdec.config.files import replaced
+from lightning_specdec.report.answer import Advice
 from lightning_specdec.report.report import Report, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-BENCHES = sorted(
-    (path.parent.name for path in (RESULTS / "bench").glob("*/manifest.json")),
-    key=lambda name: str(read(RESULTS / "bench" / name).manifest["date"]),
-)
-"""Names of the full `bench` runs in docs/results/bench, in order of their start."""
-_MARKED = re.compile(r"(<!-- table: ([^ ]+) -->\n).*?<!-- /table -->", re.DOTALL)
+BENCH_RESULTS = RESULTS / "bench"
+"""Results of full runs of `bench`, a directory for each config."""
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--check", action="store_true", help="report files that are out of date, and write nothing"
-    )
-    options = parser.parse_args()
-    stale = []
-    for path in pages():
-        before = path.read_text(encoding="utf-8")
-        after = renewed(before)
-        if after == before:
-            continue
-        stale.append(path.relative_to(ROOT).as_posix())
-        if not options.check:
-            with replaced(path) as file:
-                file.write(after.encode())
-    print(
-        "\n".join(f"{'out of date' if options.check else 'written'}: {name}" for name in stale)
-        or "all as recorded"
-    )
-    return int(options.check and bool(stale))
-
-
-def pages() -> list[Path]:
-    """Files that may hold tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def names(text: str) -> list[str]:
-    """Names of the tables in a file."""
-    return [found[1] for found in _MARKED.findall(text)]
-
+MARKED_TABLE = re.compile(r"(<!-- table: ([^ ]+) -->\n).*?<!-- /table -->", re.DOTALL)
 
 RENAMED = {
     "multi\\_token": "medusa",
@@ -83,11 +42,40 @@ RENAMED = {
 """Names in records that were measured before they were renamed, and their names today."""
 
 
-def with_new_names(text: str) -> str:
-    """Text of a record or a table with its names as they are today."""
-    for old_name, new_name in RENAMED.items():
-        text = text.replace(old_name, new_name)
-    return text
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="report files that are out of date, and write nothing"
+    )
+    options = parser.parse_args()
+
+    num_outdated = 0
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        new_text = renewed(text)
+        if new_text == text:
+            continue
+        num_outdated += 1
+        if options.check:
+            print(f"out of date: {path.relative_to(ROOT)}")
+        else:
+            with replaced(path) as file:
+                file.write(new_text.encode())
+            print(f"written: {path.relative_to(ROOT)}")
+
+    if num_outdated == 0:
+        print("all as recorded")
+    return 1 if options.check and num_outdated else 0
+
+
+def pages() -> list[Path]:
+    """Files that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def names(text: str) -> list[str]:
+    """Names of the tables in a file."""
+    return [name for _, name in MARKED_TABLE.findall(text)]
 
 
 def renewed(text: str) -> str:
@@ -98,16 +86,32 @@ def renewed(text: str) -> str:
         table = with_new_names(TABLES[name]())
         return f"{opening}{table}\n<!-- /table -->"
 
-    return _MARKED.sub(renew, text)
+    return MARKED_TABLE.sub(renew, text)
 
 
-def _record(name: str) -> Any:
-    return json.loads(with_new_names((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
+def with_new_names(text: str) -> str:
+    """Text of a record or a table with its names as they are today."""
+    for old_name, new_name in RENAMED.items():
+        text = text.replace(old_name, new_name)
+    return text
+
+
+def read_record(name: str) -> Any:
+    """The record docs/results/NAME.json."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(with_new_names(path.read_text(encoding="utf-8")))
+
+
+def bench_names() -> list[str]:
+    """Names of the full `bench` runs in docs/results/bench, in order of their start."""
+    directories = [path.parent for path in BENCH_RESULTS.glob("*/manifest.json")]
+    directories.sort(key=lambda directory: str(read(directory).manifest["date"]))
+    return [directory.name for directory in directories]
 
 
 def bench_table() -> str:
     """Speedups of every pair and domain that `bench` measured in full."""
-    heads = (
+    headings = (
         "Benchmark",
         "Pair",
         "Prompts",
@@ -116,103 +120,126 @@ def bench_table() -> str:
         "Advice",
         "walltime_speedup",
         "Acceptance rate",
+        "Block efficiency",
+        "transformers' best",
     )
-    rows: list[tuple[str, ...]] = []
-    for name in BENCHES:
-        report = Report.of(read(RESULTS / "bench" / name))
-        for each in report.advice:
-            pair, domain, temperature, batch_size, _ = each.place
-            place = (name, pair, domain, f"{temperature:g}", str(batch_size), each.choice)
-            if (best := each.best) is None or best.walltime_speedup is None:
-                rows.append((*place, "-", "-", "-", "-"))
-                continue
-            value, low, high = best.walltime_speedup
-            rates = [
-                f"{rate:.2f}"
-                for rate in (best.acceptance_rate, best.block_efficiency)
-                if rate is not None
-            ]
-            theirs = fastest_outside(
-                [cell for cell in report.cells if cell.case.place == each.place]
-            )
-            rows.append((*place, f"{value:.2f} ({low:.2f} to {high:.2f})", *rates, theirs))
-    return Table((*heads, "Block efficiency", "transformers' best"), rows).markdown().rstrip("\n")
+    rows = []
+    for name in bench_names():
+        report = Report.of(read(BENCH_RESULTS / name))
+        for advice in report.advice:
+            cells = [cell for cell in report.cells if cell.case.place == advice.place]
+            rows.append((name, *_bench_row(advice, cells)))
+    return Table(headings, rows).markdown().rstrip("\n")
+
+
+def _bench_row(advice: Advice, cells: Sequence[Comparison]) -> tuple[str, ...]:
+    """The advice for one setting, and the figures of its best cell.
+
+    Args:
+        cells: all cells that were measured in this setting.
+    """
+    pair, domain, temperature, batch_size, _ = advice.place
+    labels = (pair, domain, f"{temperature:g}", str(batch_size), advice.choice)
+    best = advice.best
+    if best is None or best.walltime_speedup is None:
+        return (*labels, "-", "-", "-", "-")
+
+    value, low, high = best.walltime_speedup
+    return (
+        *labels,
+        f"{value:.2f} ({low:.2f} to {high:.2f})",
+        record_tables.format_number(best.acceptance_rate),
+        record_tables.format_number(best.block_efficiency),
+        fastest_outside(cells),
+    )
 
 
 def fastest_outside(cells: Sequence[Comparison]) -> str:
     """The fastest Hugging Face method among cells of one setting, with its walltime_speedup."""
-    theirs = [each for each in cells if each.case.method in HUGGING_FACE]
-    speeds = {
-        each.case.method: each.walltime_speedup.value for each in theirs if each.walltime_speedup
-    }
-    best = max(speeds, key=lambda method: speeds[method], default=None)
-    return "-" if best is None else f"{best} {speeds[best]:.2f}"
+    speedups: dict[str, float] = {}
+    for cell in cells:
+        if cell.case.method in HUGGING_FACE and cell.walltime_speedup:
+            speedups[cell.case.method] = cell.walltime_speedup.value
+    if not speedups:
+        return "-"
+    fastest = max(speedups, key=lambda method: speedups[method])
+    return f"{fastest} {speedups[fastest]:.2f}"
+
+
+FIRST_TABLE_METHODS = (
+    ("transformers", "standard", "transformers, `generate`"),
+    ("transformers", "lookup", "transformers, its prompt lookup"),
+    ("ours torch", "standard", "this package, standard decoding"),
+    ("ours torch", "lookup, head", "this package, prompt lookup, then a draft head"),
+    ("ours openvino", "standard", "this package, OpenVINO, standard decoding"),
+    ("ours openvino", "lookup, head", "this package, OpenVINO, prompt lookup, then a draft head"),
+)
+"""Rows of the README's first table: engine and decoding in peers.json, and the label."""
 
 
 def first_table() -> str:
     """First table of the README: bfloat16, with 95% intervals over the prompts."""
-    rows = _record("peers")["rows"]
-    engines = {
-        "transformers": ("transformers", {"standard": "`generate`", "lookup": "its prompt lookup"}),
-        "ours torch": (
-            "this package",
-            {"standard": "standard decoding", "lookup, head": "prompt lookup, then a draft head"},
-        ),
-    }
-    engines["ours openvino"] = ("this package, OpenVINO", engines["ours torch"][1])
-    theirs, lines = peers.cells(rows, "prompts", "transformers/bfloat16/standard"), []
-    for engine, (name, decodings) in engines.items():
-        standard = peers.cells(rows, "prompts", f"{engine}/bfloat16/standard")
-        for decoding, words in decodings.items():
-            mine = peers.cells(rows, "prompts", f"{engine}/bfloat16/{decoding}")
-            over = [
-                "-"
-                if mine == other
-                else "{:.2f} ({:.2f} to {:.2f})".format(*peers.ratio(mine, other))
-                for other in (standard, theirs)
-            ]
-            lines.append((f"{name}, {words}", f"{peers.speed(mine.values()):.1f}", *over))
-    return _table(
-        ("Method", "Tokens/s", "Speedup from drafting", "Speedup over transformers' `generate`"),
-        lines,
+    measurements = read_record("peers")["rows"]
+    generate = peers.cells(measurements, "prompts", "transformers/bfloat16/standard")
+    rows = []
+    for engine, decoding, label in FIRST_TABLE_METHODS:
+        standard = peers.cells(measurements, "prompts", f"{engine}/bfloat16/standard")
+        cells = peers.cells(measurements, "prompts", f"{engine}/bfloat16/{decoding}")
+        speed = f"{peers.speed(cells.values()):.1f}"
+        rows.append((label, speed, _ratio_text(cells, standard), _ratio_text(cells, generate)))
+    headings = (
+        "Method",
+        "Tokens/s",
+        "Speedup from drafting",
+        "Speedup over transformers' `generate`",
     )
+    return record_tables.markdown_table(headings, rows)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown table whose cells are Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
+def _ratio_text(cells: peers.Cells, baseline: peers.Cells) -> str:
+    """Ratio of speeds with its interval; "-" for the baseline itself."""
+    if cells == baseline:
+        return "-"
+    value, low, high = peers.ratio(cells, baseline)
+    return f"{value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def table_of(
+    make_table: Callable[[Any], str], record: str, part: str = "rows"
+) -> Callable[[], str]:
+    """A function that makes this table from a part of a record."""
+    return lambda: make_table(read_record(record)[part])
+
+
+def peers_context_table() -> str:
+    return peers.table(read_record("peers")["rows"], "context")
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "first": first_table,
-    "audits": lambda: audits.table(_record("audits")["rows"]),
-    "draft_comparison": lambda: draft_comparison.table(_record("draft_comparison")["drafts"]),
-    "kills": lambda: kills.table(_record("kills")["rows"]),
-    "rnn_speed": lambda: rnn_speed.table(_record("rnn_speed")["rows"]),
-    "smollm2_calls": lambda: smollm2_calls.table(_record("smollm2_calls_openvino")["rows"]),
-    "smollm2_draft_kinds": lambda: smollm2_draft_kinds.table(
-        _record("smollm2_draft_kinds")["drafts"]
+    "bench": bench_table,
+    "peers": table_of(peers.table, "peers"),
+    "peers_ratios": table_of(peers.beside_genai, "peers"),
+    "peers_context": peers_context_table,
+    "peers_batches": table_of(peers.batches, "peers"),
+    "peers_ours": table_of(peers.own_table, "peers"),
+    "audits": table_of(record_tables.audits_table, "audits"),
+    "draft_comparison": table_of(draft_comparison.table, "draft_comparison", "drafts"),
+    "kills": table_of(kills.table, "kills"),
+    "rnn_speed": table_of(record_tables.rnn_speed_table, "rnn_speed"),
+    "smollm2_calls": table_of(record_tables.smollm2_calls_table, "smollm2_calls_openvino"),
+    "smollm2_draft_kinds": table_of(
+        record_tables.smollm2_draft_kinds_table, "smollm2_draft_kinds", "drafts"
     ),
-    "smollm2_drafts": lambda: smollm2_drafts.table(_record("smollm2_drafts")["drafts"]),
-    "smollm2_speed": lambda: smollm2_speed.table(_record("smollm2_speed")["rows"]),
-    "transformer_speed": lambda: transformer_speed.table(_record("transformers")["rows"]),
-    "transformer_grid": lambda: transformer_speed.grid_table(_record("transformers")["rows"]),
-    "transformer_quality": lambda: transformer_speed.quality_table(
-        _record("transformers")["quality"]
+    "smollm2_drafts": table_of(record_tables.smollm2_drafts_table, "smollm2_drafts", "drafts"),
+    "smollm2_speed": table_of(record_tables.smollm2_speed_table, "smollm2_speed"),
+    "transformer_speed": table_of(record_tables.transformer_speed_table, "transformers"),
+    "transformer_grid": table_of(record_tables.transformer_grid_table, "transformers"),
+    "transformer_quality": table_of(
+        record_tables.transformer_quality_table, "transformers", "quality"
     ),
-} | ({"bench": bench_table} if BENCHES else {})
-if (RESULTS / "peers.json").exists():
-    _parts = {row["part"] for row in _record("peers")["rows"]}
-    TABLES |= {
-        "peers": lambda: peers.table(_record("peers")["rows"]),
-        "peers_ratios": lambda: peers.beside_genai(_record("peers")["rows"]),
-    }
-    _more: dict[str, tuple[str, Callable[[], str]]] = {
-        "context": ("peers_context", lambda: peers.table(_record("peers")["rows"], "context")),
-        "batch": ("peers_batches", lambda: peers.batches(_record("peers")["rows"])),
-        "temperature": ("peers_ours", lambda: peers.own_table(_record("peers")["rows"])),
-    }
-    TABLES |= dict(named for part, named in _more.items() if part in _parts)
+}
+"""The tables by name. Each function reads its record when it is called."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -112,7 +112,7 @@ def test_bad_input_is_one_line(options: tuple[str, ...], message: str) -> None:
 
 @pytest.mark.parametrize("name", ["rnn", "early_exit", "medusa", "text"])
 def test_every_shipped_checkpoint_passes(name: str) -> None:
-    """With few places; benchmarks/audits.py audits them in full."""
+    """With few places; `audit` without options audits them in full."""
     document = call(
         *("audit", "--ckpt", str(CHECKPOINTS / f"{name}.safetensors")),
         *FEW,

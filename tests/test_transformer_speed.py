@@ -21,9 +21,15 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture
-def speed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def prediction_quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("transformer_speed")
+    return importlib.import_module("prediction_quality")
+
+
+@pytest.fixture
+def record_tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("record_tables")
 
 
 @pytest.fixture
@@ -32,11 +38,11 @@ def data() -> QuadraticProgressions:
 
 
 def test_the_target_as_its_own_draft_predicts_as_it_does(
-    speed: ModuleType, data: QuadraticProgressions
+    prediction_quality: ModuleType, data: QuadraticProgressions
 ) -> None:
     target = cases.target("llama")
     decoder = SpeculativeDecoder(target, ModelDrafter(target))
-    target_row, draft_row = speed.quality(decoder, data)
+    target_row, draft_row = prediction_quality.quality(decoder, data)
     assert target_row["agreement"] == 1
     assert target_row["bits_per_byte"] is None
     assert target_row["loss"] > 0
@@ -45,9 +51,11 @@ def test_the_target_as_its_own_draft_predicts_as_it_does(
     assert target_row == draft_row
 
 
-def test_every_exit_layer_is_a_predictor(speed: ModuleType, data: QuadraticProgressions) -> None:
+def test_every_exit_layer_is_a_predictor(
+    prediction_quality: ModuleType, data: QuadraticProgressions
+) -> None:
     decoder = SpeculativeDecoder(cases.target("llama"), EarlyExitDrafter(1))
-    rows = speed.quality(decoder, data)
+    rows = prediction_quality.quality(decoder, data)
     assert [row["predictor"] for row in rows] == ["target", "exit 1", "exit 2"]
     for row in rows:
         assert 0 <= row["agreement"] <= 1
@@ -56,21 +64,26 @@ def test_every_exit_layer_is_a_predictor(speed: ModuleType, data: QuadraticProgr
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_a_head_is_judged_by_the_token_that_many_places_ahead(
-    speed: ModuleType, data: QuadraticProgressions, ahead: int, monkeypatch: pytest.MonkeyPatch
+    prediction_quality: ModuleType,
+    data: QuadraticProgressions,
+    ahead: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def oracle_logits(tokens: Tensor) -> Tensor:
         future_tokens = tokens.roll(-ahead, dims=1)
         return 50.0 * torch.nn.functional.one_hot(future_tokens, cases.VOCAB)
 
-    predictors = [("oracle", ahead, oracle_logits)]
+    predictors = [prediction_quality.Predictor("oracle", ahead, oracle_logits)]
     bytes_per_token = 2.0
-    monkeypatch.setattr(speed, "predictors_of", lambda name, drafter, target: predictors)
+    monkeypatch.setattr(
+        prediction_quality, "predictors_of", lambda name, drafter, target: predictors
+    )
     monkeypatch.setattr(
         QuadraticProgressions, "bytes_per_token", lambda self, *splits: bytes_per_token
     )
     target = cases.target("llama")
     decoder = SpeculativeDecoder(target, ModelDrafter(target))
-    target_row, oracle_row = speed.quality(decoder, data)
+    target_row, oracle_row = prediction_quality.quality(decoder, data)
     assert oracle_row["accuracy"] == 1
     assert oracle_row["loss"] < 1e-6
     assert target_row["accuracy"] < 1
@@ -102,19 +115,15 @@ def result_row(batch_size: int, draft: str, speedup: float | None, **values: Any
     return row
 
 
-def test_the_table_shows_the_best_row_of_every_setting(speed: ModuleType) -> None:
-    failed_row = result_row(4, "exit 1", None)
+def test_the_table_shows_the_best_row_of_every_setting(record_tables: ModuleType) -> None:
     rows = [
         result_row(1, "exit 1", 1.2),
         result_row(1, "exit 2", 1.5),
-        failed_row,
+        result_row(4, "exit 1", None),
         result_row(16, "exit 1", 0.9),
     ]
-    assert speed.table(rows).splitlines()[2:] == [
+    assert record_tables.transformer_speed_table(rows).splitlines()[2:] == [
         "| x | ExactMatch, 0 | 1 | exit 2, 4 | - | 2.00 | 0.50 | 1.50 (1.00 to 2.00) |",
         "| x | ExactMatch, 0 | 4 | failed | - | - | - | - |",
         "| x | ExactMatch, 0 | 16 | exit 1, 4 | - | 2.00 | 0.50 | 0.90 (1.00 to 2.00) |",
     ]
-    assert speed.line(failed_row).endswith("failed: no room")
-    different_row = result_row(1, "exit 1", 1.2, same_tokens=False)
-    assert speed.line(different_row).endswith("OTHER TOKENS than standard decoding")
