@@ -30,7 +30,7 @@ from spec_bench import check_same, load, mixed
 
 from lightning_specdec import SpeculativeDecoder, checkpoints
 from lightning_specdec.bench.manifest import manifest
-from lightning_specdec.bench.rows import Comparison
+from lightning_specdec.bench.records import Comparison
 from lightning_specdec.checkpoints import TargetReference
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.files import replaced

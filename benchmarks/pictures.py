@@ -59,7 +59,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
     from lightning_specdec import DecodingConfig, SpeculativeDecoder
     from lightning_specdec.bench.manifest import manifest
-    from lightning_specdec.bench.rows import speed
+    from lightning_specdec.bench.records import speed
     from lightning_specdec.cli.decode_text import pieces
 
     decoder = SpeculativeDecoder.from_pretrained(

@@ -19,8 +19,8 @@ import kills
 import peers
 import record_tables
 
+from lightning_specdec.bench.records import HUGGING_FACE, Comparison
 from lightning_specdec.bench.results import read
-from lightning_specdec.bench.rows import HUGGING_FACE, Comparison
 from lightning_specdec.config.files import replaced
 from lightning_specdec.report.answer import Advice
 from lightning_specdec.report.report import Report, Table

@@ -30,7 +30,7 @@ from lightning_specdec.decoding import (
     run,
     stream,
 )
-from lightning_specdec.decoding.rows import Prompts, as_prompts, check_padding
+from lightning_specdec.decoding.requests import Prompts, as_prompts, check_padding
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.agreement import agreement_of
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightning_specdec.audit.auditor import Auditor
-    from lightning_specdec.bench.rows import Comparison
+    from lightning_specdec.bench.records import Comparison
     from lightning_specdec.data import TokenData
     from lightning_specdec.hf_generate import BoundGenerate
     from lightning_specdec.text.tokenizer import Message

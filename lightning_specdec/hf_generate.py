@@ -19,8 +19,8 @@ from transformers import GenerationConfig, generation
 from transformers.generation import logits_process
 
 from lightning_specdec.decoder import SpeculativeDecoder
-from lightning_specdec.decoding import Row, Session
-from lightning_specdec.decoding.rows import check_padding
+from lightning_specdec.decoding import Request, Session
+from lightning_specdec.decoding.requests import check_padding
 from lightning_specdec.models.changes import ModelStamp, user_code
 from lightning_specdec.models.layers import CACHE_NAMES
 
@@ -555,7 +555,7 @@ class _Request:
         rows = [row + [pad_token] * (num_columns - len(row)) for row in self.new_tokens]
         return torch.tensor(rows, dtype=self.ids.dtype, device=self.ids.device)
 
-    def _take(self, session: Session, row: Row, tokens: Sequence[int]) -> None:
+    def _take(self, session: Session, row: Request, tokens: Sequence[int]) -> None:
         """Add a row's new tokens, up to and including the first that meets a criterion."""
         new_tokens = self.new_tokens[row.index]
         for token in tokens:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.decoding.batch import Batch
-from lightning_specdec.decoding.rows import Row
+from lightning_specdec.decoding.requests import Request
 from lightning_specdec.decoding.verification import Verification
 from lightning_specdec.drafters import Draft, DraftRequest, DraftState, ModelDrafter
 from lightning_specdec.rules import RejectionSampling, Sampling
@@ -24,7 +24,7 @@ from lightning_specdec.rules import RejectionSampling, Sampling
 # The correct functions, which the mistakes below replace and call.
 _judge_round = Verification.judge
 _judge = RejectionSampling.judge
-_commit = Row.commit
+_commit = Request.commit
 _next_noise = Batch.next_noise
 _truncate_target = Batch.truncate_target
 
@@ -174,7 +174,7 @@ LOOPS: dict[str, Callable[[], Any]] = {
 """Context managers, each of which breaks the loop."""
 
 
-def _commit_without_eos(self: Row, *arguments: Any, **options: Any) -> list[int]:
+def _commit_without_eos(self: Request, *arguments: Any, **options: Any) -> list[int]:
     """No EOS ends a row."""
     eos = self.eos
     self.eos = frozenset()
@@ -185,7 +185,7 @@ def _commit_without_eos(self: Row, *arguments: Any, **options: Any) -> list[int]
 
 
 def _commit_without_eos_at_the_end(
-    self: Row, drafted: list[int], num_accepted: int, *arguments: Any, **options: Any
+    self: Request, drafted: list[int], num_accepted: int, *arguments: Any, **options: Any
 ) -> Any:
     """A correction or bonus token that is EOS does not end its row."""
     if any(token in self.eos for token in drafted[:num_accepted]):
@@ -198,9 +198,9 @@ def _judge_without_lengths(self: RejectionSampling, draft: Draft, *arguments: An
 
 
 ENDS: dict[str, Callable[[], Any]] = {
-    "EOS is not seen": partial(mock.patch.object, Row, "commit", _commit_without_eos),
+    "EOS is not seen": partial(mock.patch.object, Request, "commit", _commit_without_eos),
     "EOS is not seen if it ends a round": partial(
-        mock.patch.object, Row, "commit", _commit_without_eos_at_the_end
+        mock.patch.object, Request, "commit", _commit_without_eos_at_the_end
     ),
     "lengths of unequal drafts are forgotten": partial(
         mock.patch.object, RejectionSampling, "judge", _judge_without_lengths

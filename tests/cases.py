@@ -137,7 +137,7 @@ class Repeater(ScriptedDrafter):
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        return Draft(request.tail[:, 1:].expand(-1, max(windows)), torch.tensor(windows))
+        return Draft(request.last_two_tokens[:, 1:].expand(-1, max(windows)), torch.tensor(windows))
 
 
 class Ragged(ModelDrafter):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rows import cells_of, faster, report_of, row, standard, timed
+from report_records import cells_of, faster, report_of, row, standard, timed
 
-from lightning_specdec.bench.rows import ResultRow, comparisons
+from lightning_specdec.bench.records import Record, comparisons
 from lightning_specdec.bench.statistics import Interval, ratio_interval
 from lightning_specdec.report.answer import Advice, advise
 from lightning_specdec.report.report import write
@@ -22,12 +22,12 @@ SURE = [1.8, 1.9, 2.0, 2.0, 2.0, 2.1, 2.2, 2.0]
 UNSURE = [9.0, 9.0, 9.0, 9.0, 0.5, 0.5, 0.5, 9.0]
 
 
-def advice_of(rows: Sequence[ResultRow], dtype: str | None = None) -> Advice:
+def advice_of(rows: Sequence[Record], dtype: str | None = None) -> Advice:
     (advice,) = advise(cells_of(rows), {"pair": dtype})
     return advice
 
 
-def speedup_of(rows: Sequence[ResultRow]) -> float | None:
+def speedup_of(rows: Sequence[Record]) -> float | None:
     _, cell = cells_of(rows)
     speedup = cell.walltime_speedup
     return None if speedup is None else speedup.value

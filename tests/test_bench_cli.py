@@ -22,8 +22,8 @@ from lightning_specdec.bench import manifest
 from lightning_specdec.bench import results as results_module
 from lightning_specdec.bench.config import read_config
 from lightning_specdec.bench.measure import Case
+from lightning_specdec.bench.records import Record, comparisons
 from lightning_specdec.bench.results import read
-from lightning_specdec.bench.rows import ResultRow, comparisons
 from lightning_specdec.drafters import ModelDrafter
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "bench"
@@ -73,7 +73,7 @@ def fail(
     monkeypatch.setattr(Case, "run", failing_run)
 
 
-def rows_of(name: str = "tiny") -> list[ResultRow]:
+def rows_of(name: str = "tiny") -> list[Record]:
     return read(f"results/{name}").rows
 
 

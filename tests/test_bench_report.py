@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from cli_fixtures import Outcome, refused, succeed
 from matplotlib.axes import Axes
-from report_rows import MANIFEST, faster, report_of, row, standard, write_results
+from report_records import MANIFEST, faster, report_of, row, standard, write_results
 
-from lightning_specdec.bench.rows import ResultRow
+from lightning_specdec.bench.records import Record
 from lightning_specdec.report.figures import Chart, answer_chart, speedup_charts
 
 EVIL = "</script><script>alert(1)</script><b onclick=x>$\\frac{_%|`=\n"
 
 
-def some_rows() -> list[ResultRow]:
+def some_rows() -> list[Record]:
     """Two domains, windows 2 and 4 and auto, two temperatures, two batch sizes, and a failed
     cell."""
     rows = [standard(domain="code"), standard(domain=EVIL)]
@@ -95,7 +95,7 @@ def test_speedups_are_bars_with_their_intervals_and_predictions_by_window() -> N
     assert [1.0, 1.0] in points, "the line of standard decoding"
 
 
-def answer_rows() -> list[ResultRow]:
+def answer_rows() -> list[Record]:
     """A place that pays, with a method of transformers, and one that does not."""
     return [
         standard(),
@@ -165,7 +165,7 @@ def test_nothing_of_the_results_can_run_or_load(page: str) -> None:
     ids=["empty", "failed", "standard"],
 )
 def test_results_without_figures_still_give_a_page(
-    rows: list[ResultRow], has_image: bool, tmp_path: Path
+    rows: list[Record], has_image: bool, tmp_path: Path
 ) -> None:
     directory = write_results(tmp_path / "r", rows)
     output = succeed("report", str(directory), "--output", str(tmp_path / "out")).out

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lightning_specdec.bench.records import FORMAT, Record
 from lightning_specdec.bench.results import ResultsWriter, read
-from lightning_specdec.bench.rows import FORMAT, ResultRow
 
 MANIFEST: dict[str, Any] = {
     "name": "one",
@@ -23,7 +23,7 @@ MANIFEST: dict[str, Any] = {
 }
 
 
-def row(number: int, **changes: Any) -> ResultRow:
+def row(number: int, **changes: Any) -> Record:
     values: dict[str, Any] = {
         "pair": "a",
         "method": "standard",
@@ -36,7 +36,7 @@ def row(number: int, **changes: Any) -> ResultRow:
         "seconds": 0.5,
         "histogram": [1, 2],
     }
-    return ResultRow(**{**values, **changes})
+    return Record(**{**values, **changes})
 
 
 def line(number: int, **changes: Any) -> str:

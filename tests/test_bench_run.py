@@ -18,8 +18,8 @@ import torch
 from tiny_bench import PROMPTS, config, measured, pair
 
 from lightning_specdec.bench.measure import Case
+from lightning_specdec.bench.records import Record
 from lightning_specdec.bench.results import read
-from lightning_specdec.bench.rows import ResultRow
 from lightning_specdec.bench.run import BenchPair
 from lightning_specdec.decoding import PHASES
 from lightning_specdec.drafters import ModelDrafter, NGramDrafter
@@ -30,7 +30,7 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def check_row(row: ResultRow) -> None:
+def check_row(row: Record) -> None:
     """A row of two prompts with 5 new tokens each."""
     assert row.error is None
     assert row.seed == row.repeat
@@ -47,7 +47,7 @@ def check_row(row: ResultRow) -> None:
     assert row.same_tokens is True, "ExactMatch generates standard decoding's tokens"
 
 
-def check_counts(row: ResultRow) -> None:
+def check_counts(row: Record) -> None:
     if row.method == "standard":
         assert row.histogram is None
         assert row.rule is None

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from report_rows import cells_of, faster, standard
+from report_records import cells_of, faster, standard
 
-from lightning_specdec.bench.rows import Comparison
+from lightning_specdec.bench.records import Comparison
 from lightning_specdec.bench.statistics import Interval
 from lightning_specdec.bench.verdict import choose, judge
 

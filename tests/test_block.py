@@ -35,7 +35,7 @@ from tiny_eagle import fitted_eagle
 
 from lightning_specdec.audit.exact_round import measure_round
 from lightning_specdec.decoding import Session, autoregressive_decode
-from lightning_specdec.drafters import BlockDrafter, DraftRequest, TargetContext, last_two
+from lightning_specdec.drafters import BlockDrafter, DraftRequest, TargetContext, last_two_tokens_of
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import RejectionSampling, Sampling
 from lightning_specdec.training import BlockTraining
@@ -152,7 +152,7 @@ def drafts(drafter: BlockDrafter, model: LanguageModel, uniform: torch.Tensor) -
         tokens = torch.tensor([TEXT[:-1]] * rows)
         output = model(tokens, state, logits_for=slice(-1, None), features=drafter.features(model))
         drafter.observe(memory, output, [0] * rows)
-        tail = last_two([TEXT] * rows, model.device)
+        tail = last_two_tokens_of([TEXT] * rows, model.device)
         request = DraftRequest([TEXT] * rows, tail, uniform, vocab_size=model.vocab_size)
         return drafter.propose(memory, request, [window] * rows, Sampling(1.3))
 

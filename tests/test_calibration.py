@@ -125,7 +125,7 @@ class OneToken(cases.Repeater):
     most_accepted = 0
 
     def propose(self, state: Any, request: Any, windows: Any, sampling: Sampling) -> Draft:
-        return Draft(request.tail[:, :1] * 0)
+        return Draft(request.last_two_tokens[:, :1] * 0)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Any) -> None:
         self.most_accepted = max(self.most_accepted, *num_accepted)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from cases import make
 from cli_fixtures import QUICK, call, ckpt, shipped_run, succeed
-from report_rows import cells_of, faster, standard
+from report_records import cells_of, faster, standard
 
 from lightning_specdec import SpeculativeDecoder
-from lightning_specdec.audit.agreement import Agreement, compare_outputs
+from lightning_specdec.audit.agreement import OutputAgreement, compare_outputs
 from lightning_specdec.audit.identity import Divergence
 from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.cli import decode
@@ -243,7 +243,7 @@ def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(
     decoder = SpeculativeDecoder.from_checkpoint(ckpt)
     standard_result = result([1, 2, 3], [5, 6])
 
-    def agreement(*tokens: int, rule: str = "ExactMatch", **config: Any) -> Agreement:
+    def agreement(*tokens: int, rule: str = "ExactMatch", **config: Any) -> OutputAgreement:
         speculative_result = result([1, 2, 3], [*tokens], rule=rule)
         return compare_outputs(
             decoder, standard_result, speculative_result, DecodingConfig(**config)

@@ -12,7 +12,7 @@ from cli_fixtures import call, refused, succeed
 from tiny_models import write_drafts, write_text_model
 
 from lightning_specdec.bench.measure import Case
-from lightning_specdec.bench.rows import Comparison
+from lightning_specdec.bench.records import Comparison
 from lightning_specdec.bench.statistics import Interval
 
 RNN = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")

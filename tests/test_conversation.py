@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.decoding import Row, Session, autoregressive_decode, run
+from lightning_specdec.decoding import Request, Session, autoregressive_decode, run
 from lightning_specdec.decoding import session as module
 from lightning_specdec.decoding.session import Conversation
 from lightning_specdec.rules import Sampling
@@ -28,7 +28,7 @@ def converse(target: str, drafter: str, **options: Any) -> Conversation:
 
 def talk(
     conversation: Conversation, *, cancel_at: int | None = None, num_turns: int = len(TURNS)
-) -> list[Row]:
+) -> list[Request]:
     """Rows of `num_turns` turns.
 
     With `cancel_at`, each answer is stopped after that many rounds.
@@ -226,7 +226,7 @@ def test_rows_are_resumed_while_others_go_on(target: str, drafter: str) -> None:
     model = cases.target(target)
     session = Session(model, cases.drafter(drafter, target), max_length=400, eos=cases.EOS)
     rows = [session.add(prompt, max_new_tokens=5) for prompt in cases.PROMPTS]
-    finished_rows: list[Row] = []
+    finished_rows: list[Request] = []
     for _ in range(30):
         session.step()
         for index, row in enumerate(rows):

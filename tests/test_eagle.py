@@ -19,7 +19,7 @@ from lightning_specdec.drafters import (
     EagleDrafter,
     NGramWithFallback,
     TargetContext,
-    last_two,
+    last_two_tokens_of,
 )
 from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models import LanguageModel, ModelOutput
@@ -60,7 +60,7 @@ def proposed(
             drafter.observe(memory, output, [0])
         request = DraftRequest(
             [text],
-            last_two([text], model.device),
+            last_two_tokens_of([text], model.device),
             None,
             wants_logits=True,
             vocab_size=model.vocab_size,
@@ -252,7 +252,10 @@ def test_numbers_that_are_none_behind_a_rejection_change_no_guess() -> None:
                 )
                 state.truncate([len(text) - 1])
                 request = DraftRequest(
-                    [text], last_two([text], model.device), None, vocab_size=model.vocab_size
+                    [text],
+                    last_two_tokens_of([text], model.device),
+                    None,
+                    vocab_size=model.vocab_size,
                 )
                 draft = drafter.propose(memory, request, [4], Sampling())
             drafts_by_garbage.append(draft.tokens.tolist())

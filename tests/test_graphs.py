@@ -17,7 +17,7 @@ import torch
 from lightning_specdec.decoding import (
     AdaptiveWindow,
     Calibration,
-    Row,
+    Request,
     RowResult,
     Session,
     autoregressive_decode,
@@ -184,7 +184,7 @@ class WatchedSession(Session):
 
 def _decode(session: Session, script: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Decode rows that are added, cancelled and resumed, each after a number of rounds."""
-    rows: list[Row] = []
+    rows: list[Request] = []
     for num_rounds, action, argument in script:
         for _ in range(num_rounds):
             session.step()

@@ -11,13 +11,13 @@ from typing import Any
 import cases
 import pytest
 import tiny_bench
-from report_rows import cells_of, timed
+from report_records import cells_of, timed
 from torch import Tensor
 
 from lightning_specdec import ExactMatch, ModelDrafter, Sampling, SpeculativeDecoder
 from lightning_specdec.bench import measure as measure_module
 from lightning_specdec.bench.measure import Case, best, measure, sweep
-from lightning_specdec.bench.rows import Comparison, comparisons
+from lightning_specdec.bench.records import Comparison, comparisons
 from lightning_specdec.bench.table import comparison_table, grid
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.drafters import (

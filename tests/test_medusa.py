@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot
 from lightning_specdec.checkpoints.networks import build, spec
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, Choice
-from lightning_specdec.decoding import Row, Session, autoregressive_decode, speculative_decode
+from lightning_specdec.decoding import Request, Session, autoregressive_decode, speculative_decode
 from lightning_specdec.decoding.session import Conversation
 from lightning_specdec.decoding.windows import Plan, Window
 from lightning_specdec.drafters import (
@@ -89,7 +89,7 @@ class Script(Window, Plan):
     def plan(self, *, jointly: bool) -> Plan:
         return Script(*self.script)
 
-    def windows(self, rows: Sequence[Row]) -> list[int]:
+    def windows(self, rows: Sequence[Request]) -> list[int]:
         self.turn += 1
         window = self.script[(self.turn - 1) % len(self.script)]
         return [min(window, row.remaining - 1) if row.live else 0 for row in rows]
@@ -138,8 +138,8 @@ def test_rows_join_leave_and_go_on_without_taking_over_each_others_states(name: 
         eos=cases.EOS,
         rule=RejectionSampling(),
     )
-    rows: list[Row] = []
-    ended: list[Row] = []
+    rows: list[Request] = []
+    ended: list[Request] = []
     begun: list[list[int]] = []
     for turn in range(60):
         if turn < 45 and generator.random() < 0.4:
@@ -227,8 +227,8 @@ def test_what_is_remembered_moves_with_its_row() -> None:
     state.select([1, -1, 0])
     assert state.lengths == [7, 0, 5] and state.num_added[::2] == [2, 1]
     assert state.scored is not None and state.scored[:, 0, 0].tolist()[::2] == [8.0, 0.0]
-    state.go_back(0, 6)
-    state.go_back(2, 3)
+    state.truncate_row(0, 6)
+    state.truncate_row(2, 3)
     assert state.lengths == [7, 0, 0], (
         "a state is of the tokens before its text's last one, and may stay with them"
     )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
-from lightning_specdec.drafters import Draft, DraftRequest, NGramDrafter, last_two
+from lightning_specdec.drafters import Draft, DraftRequest, NGramDrafter, last_two_tokens_of
 from lightning_specdec.drafters.ngram import NGramState
 from lightning_specdec.models import RNN
 from lightning_specdec.rules import Sampling
@@ -23,7 +23,7 @@ from lightning_specdec.rules import Sampling
 def propose(
     drafter: NGramDrafter, state: NGramState, texts: Sequence[Sequence[int]], windows: Sequence[int]
 ) -> Draft:
-    tail = last_two(texts, torch.device("cpu"))
+    tail = last_two_tokens_of(texts, torch.device("cpu"))
     return drafter.propose(state, DraftRequest(texts, tail, None), windows, Sampling())
 
 
@@ -156,7 +156,7 @@ def test_a_row_that_goes_back_forgets_what_lies_behind() -> None:
         state = drafter.init_state(1, 60)
         former_text = [generator.randrange(3) for _ in range(20)]
         propose(drafter, state, [former_text], [4])
-        state.go_back(0, length)
+        state.truncate_row(0, length)
 
         text = [*former_text[:length], *(generator.randrange(3) for _ in range(9))]
         expected = propose(drafter, drafter.init_state(1, 60), [text], [4])

@@ -24,7 +24,7 @@ from lightning_specdec.drafters import (
     NGramDrafter,
     NGramWithFallback,
     TargetContext,
-    last_two,
+    last_two_tokens_of,
     ngram_with_fallback,
 )
 from lightning_specdec.models import LanguageModel
@@ -63,7 +63,11 @@ class Counted(ModelDrafter):
 def start(texts: Sequence[Sequence[int]], **options: Any) -> DraftRequest:
     """The first round of these texts."""
     return DraftRequest(
-        texts, last_two(texts, torch.device("cpu")), None, vocab_size=cases.VOCAB, **options
+        texts,
+        last_two_tokens_of(texts, torch.device("cpu")),
+        None,
+        vocab_size=cases.VOCAB,
+        **options,
     )
 
 

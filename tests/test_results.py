@@ -15,8 +15,8 @@ import torch
 from lightning_specdec.decoding import (
     PHASES,
     Counts,
+    Request,
     Round,
-    Row,
     autoregressive_decode,
     open_session,
 )
@@ -55,7 +55,7 @@ def test_a_round_counts_what_is_in_the_output(
     added: list[int],
     counts: tuple[int, int, int],
 ) -> None:
-    row = Row(0, [1, 2], max_new_tokens=10, eos=frozenset([9]), speculative=True)
+    row = Request(0, [1, 2], max_new_tokens=10, eos=frozenset([9]), speculative=True)
     assert row.commit(drafted, num_accepted, next_token, seconds=0.0) == added
     assert row.stop_reason == ("eos" if 9 in added else "")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_specdec.decoding import (
     AdaptiveWindow,
     Calibration,
-    Row,
+    Request,
     Session,
     autoregressive_decode,
     open_session,
@@ -32,7 +32,7 @@ from lightning_specdec.decoding import (
     speculative_decode,
     stream,
 )
-from lightning_specdec.decoding.rows import power_of_two
+from lightning_specdec.decoding.requests import power_of_two
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Sampling
 
@@ -117,7 +117,7 @@ def _come_and_go(target: str, drafter: str, rule: str, seed: int) -> set[str]:
         "seed": 7,
     }
     session = Session(target_model, drafter_object, max_length=24, num_draft_tokens=3, **options)
-    requests: list[tuple[Row, list[int], int]] = []
+    requests: list[tuple[Request, list[int], int]] = []
     streamed: dict[int, list[int]] = {}
     batch_sizes = []
 

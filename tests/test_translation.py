@@ -146,7 +146,7 @@ def test_texts_that_go_back_and_on_are_as_if_they_had_never_been_ahead(other: st
         text.extend(answer)
 
         num_kept = generator.randint(0, len(answer))
-        text.go_back(len(prompt) + num_kept)
+        text.truncate(len(prompt) + num_kept)
         assert text.num_covered == len(prompt) + num_kept
         answer = [*answer[:num_kept], *draw_tokens(3)]
         text.extend(answer[num_kept:])

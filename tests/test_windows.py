@@ -15,7 +15,7 @@ import pytest
 from lightning_specdec.decoding import (
     AdaptiveWindow,
     Calibration,
-    Row,
+    Request,
     Window,
     autoregressive_decode,
     open_session,
@@ -39,7 +39,7 @@ TOKEN_SECONDS = 0.05
 """Seconds in which the target reads one prompt token."""
 
 PROMPT_LENGTH = 64
-SOME_ROW = Row(0, [1], max_new_tokens=1, eos=frozenset(), speculative=True)
+SOME_ROW = Request(0, [1], max_new_tokens=1, eos=frozenset(), speculative=True)
 FIXED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 
 
@@ -313,7 +313,7 @@ class Scripted(Window, Plan):
     def plan(self, *, jointly: bool) -> Plan:
         return Scripted(self.script)
 
-    def windows(self, rows: Sequence[Row]) -> list[int]:
+    def windows(self, rows: Sequence[Request]) -> list[int]:
         window = self.script.pop(0)
         return [min(window, row.remaining - 1) if row.live else 0 for row in rows]
 

@@ -26,7 +26,7 @@ from lightning_specdec.audit.identity import Divergence, find_divergence, num_wr
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import DecodeResult, autoregressive_decode, speculative_decode
-from lightning_specdec.decoding.rows import check_batch, check_eos
+from lightning_specdec.decoding.requests import check_batch, check_eos
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import (

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_specdec.decoding.rows import num_shared
+from lightning_specdec.decoding.requests import num_shared
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, draw, noise_table
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_specdec.bench.rows import HUGGING_FACE
+from lightning_specdec.bench.records import HUGGING_FACE
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import RULES, Choice
 from lightning_specdec.config.models import DraftSource, PairSource, TargetSource

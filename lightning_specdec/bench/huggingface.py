@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_specdec.bench.rows import ASSISTED, PROMPT_LOOKUP
+from lightning_specdec.bench.records import ASSISTED, PROMPT_LOOKUP
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import DecodeResult, RowResult
 from lightning_specdec.decoding.timing import peak_memory_bytes

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from lightning_specdec.bench.rows import (
+from lightning_specdec.bench.records import (
     DRAFTING,
     HUGGING_FACE,
     OURS,
     SPECULATIVE,
     STANDARD,
     Comparison,
-    ResultRow,
+    Record,
     comparisons,
 )
 from lightning_specdec.bench.verdict import best as best
@@ -37,7 +37,7 @@ from lightning_specdec.decoding import (
     speculative_decode,
 )
 from lightning_specdec.decoding.calibration import load_or_measure
-from lightning_specdec.decoding.rows import check_batch, check_eos, num_shared
+from lightning_specdec.decoding.requests import check_batch, check_eos, num_shared
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter, NGramWithFallback
 from lightning_specdec.models import LanguageModel
@@ -155,12 +155,12 @@ class Case:
         assert isinstance(self.drafter, Drafter)
         return speculative_decode(self.target, self.drafter, texts, config, indices=indices)
 
-    def run(self, repeat: int) -> tuple[ResultRow, DecodeResult]:
+    def run(self, repeat: int) -> tuple[Record, DecodeResult]:
         """Decode once, with the seed of that repeat."""
         result = self.decode(seed=self.config.seed + repeat)
         return self.row(repeat, **_figures(self, result)), result
 
-    def row(self, repeat: int, **figures: Any) -> ResultRow:
+    def row(self, repeat: int, **figures: Any) -> Record:
         """A row with the settings of the case and these figures."""
         window = self.config.num_draft_tokens if self.method in DRAFTING else None
         num_draft_tokens: Any = window
@@ -171,7 +171,7 @@ class Case:
             num_draft_tokens = "auto"
 
         rule = self.rule
-        return ResultRow(
+        return Record(
             repeat=repeat,
             pair=self.pair,
             method=self.method,
@@ -187,7 +187,7 @@ class Case:
             **figures,
         )
 
-    def failed(self, repeat: int, error: BaseException) -> ResultRow:
+    def failed(self, repeat: int, error: BaseException) -> Record:
         """The row of a repeat that failed."""
         return self.row(repeat, error=one_line(error)[:_MAX_ERROR_LENGTH])
 
@@ -197,8 +197,8 @@ def measure(
     *,
     repeats: int = 5,
     warmup: int = 1,
-    known: Mapping[tuple[Any, ...], ResultRow] | None = None,
-) -> Iterator[ResultRow]:
+    known: Mapping[tuple[Any, ...], Record] | None = None,
+) -> Iterator[Record]:
     """Measure cases that are compared with each other; yields each row as it is measured.
 
     All cases are warmed up, then take turns (A B A B), so that a machine that drifts is fair to
@@ -231,7 +231,7 @@ def measure(
 
     standard_cell = cases[0].cell
     for repeat in range(repeats):
-        expected: DecodeResult | ResultRow | None = known.get((standard_cell, repeat))
+        expected: DecodeResult | Record | None = known.get((standard_cell, repeat))
         for case_index, case in list(ready_cases.items()):
             if (case.cell, repeat) in known:
                 continue
@@ -249,9 +249,7 @@ def measure(
             yield row
 
 
-def missing_repeats(
-    case: Case, repeats: int, known: Mapping[tuple[Any, ...], ResultRow]
-) -> list[int]:
+def missing_repeats(case: Case, repeats: int, known: Mapping[tuple[Any, ...], Record]) -> list[int]:
     """The repeats of a case that are still to be run; none of a case that has failed."""
     missing = []
     for repeat in range(repeats):
@@ -405,7 +403,7 @@ def _compare(
     )
     cases = [case for case in (standard, speculative) if mode in ("both", case.method)]
 
-    rows: list[ResultRow] = []
+    rows: list[Record] = []
     interrupted = False
     try:
         # One by one, so that the rows before Ctrl-C stay.
@@ -423,13 +421,13 @@ def _compare(
     return replace(comparisons(rows)[-1], interrupted=interrupted)
 
 
-def _complete_repeats(rows: Sequence[ResultRow], num_cases: int) -> list[ResultRow]:
+def _complete_repeats(rows: Sequence[Record], num_cases: int) -> list[Record]:
     """The rows of those repeats that every case has finished."""
     repeats = [row.repeat for row in rows]
     return [row for row in rows if repeats.count(row.repeat) == num_cases]
 
 
-def _beside(result: DecodeResult, expected: DecodeResult | ResultRow | None) -> dict[str, Any]:
+def _beside(result: DecodeResult, expected: DecodeResult | Record | None) -> dict[str, Any]:
     """Whether the tokens are standard decoding's, as fields of a row.
 
     Args:
@@ -438,7 +436,7 @@ def _beside(result: DecodeResult, expected: DecodeResult | ResultRow | None) -> 
     """
     if expected is None:
         return {}
-    if isinstance(expected, ResultRow):
+    if isinstance(expected, Record):
         if expected.tokens_sha256 is None:
             return {}
         return {"same_tokens": expected.tokens_sha256 == tokens_sha256(result.tokens)}

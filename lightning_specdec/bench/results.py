@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_specdec.bench.rows import FORMAT, ResultRow
+from lightning_specdec.bench.records import FORMAT, Record
 from lightning_specdec.config.files import replaced
 
 MANIFEST = "manifest.json"
@@ -30,7 +30,7 @@ class Results:
 
     directory: Path
     manifest: dict[str, Any]
-    rows: list[ResultRow] = field(default_factory=list)
+    rows: list[Record] = field(default_factory=list)
 
 
 def read(directory: str | os.PathLike[str]) -> Results:
@@ -100,7 +100,7 @@ class ResultsWriter(Results):
         writer.update()
         return writer
 
-    def append(self, row: ResultRow) -> None:
+    def append(self, row: Record) -> None:
         """Add a finished row; returns when it is on the disk.
 
         Raises:
@@ -169,7 +169,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     return dict(values)
 
 
-def _parse_rows(path: Path, content: bytes) -> Iterator[ResultRow]:
+def _parse_rows(path: Path, content: bytes) -> Iterator[Record]:
     """The rows of a file whose lines have ended.
 
     Args:
@@ -190,14 +190,14 @@ def _parse_rows(path: Path, content: bytes) -> Iterator[ResultRow]:
         yield row
 
 
-def _parse_row(line: bytes) -> ResultRow:
+def _parse_row(line: bytes) -> Record:
     try:
         values = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError("is damaged") from error
     if not isinstance(values, dict):
         values = {}
-    return ResultRow.from_dict(values)
+    return Record.from_dict(values)
 
 
 def _check_resumable(

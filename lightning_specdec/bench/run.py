@@ -17,8 +17,8 @@ from typing import Any
 from lightning_specdec.bench.config import OWN, SHIPPED, BenchConfig
 from lightning_specdec.bench.huggingface import HuggingFace
 from lightning_specdec.bench.measure import FAILURES, Case, measure, missing_repeats, windows_of
+from lightning_specdec.bench.records import ASSISTED, GENERATE, SPECULATIVE, STANDARD
 from lightning_specdec.bench.results import ResultsWriter
-from lightning_specdec.bench.rows import ASSISTED, GENERATE, SPECULATIVE, STANDARD
 from lightning_specdec.checkpoints.loading import find_device, load_pair
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.models import check_directory
@@ -31,7 +31,7 @@ from lightning_specdec.data.prompts import (
     read_prompts,
     shipped_prompts,
 )
-from lightning_specdec.decoding.rows import check_prompt
+from lightning_specdec.decoding.requests import check_prompt
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.models import LanguageModel

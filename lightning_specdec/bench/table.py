@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_specdec.bench.rows import SPECULATIVE, STANDARD, Comparison, seconds
+from lightning_specdec.bench.records import SPECULATIVE, STANDARD, Comparison, seconds
 from lightning_specdec.bench.statistics import Interval
 
 Column = tuple[str, Callable[[Comparison], str]]

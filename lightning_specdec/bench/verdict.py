@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from lightning_specdec.bench.statistics import LEVEL, Interval
 
 if TYPE_CHECKING:
-    from lightning_specdec.bench.rows import Comparison
+    from lightning_specdec.bench.records import Comparison
 
 Kind = Literal["faster", "slower", "too noisy", "too few"]
 

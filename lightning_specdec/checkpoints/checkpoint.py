@@ -27,7 +27,7 @@ from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, Kinds
 from lightning_specdec.config.settings import check
 from lightning_specdec.config.terminal import one_line, short
-from lightning_specdec.decoding.rows import check_prompt
+from lightning_specdec.decoding.requests import check_prompt
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
 

@@ -48,7 +48,7 @@ from lightning_specdec.drafters import (
     NGramWithFallback,
     StagedDrafter,
     TargetContext,
-    last_two,
+    last_two_tokens_of,
 )
 from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -408,7 +408,7 @@ def _draft_after(
 
     request = DraftRequest(
         [text],
-        last_two([text], target.device),
+        last_two_tokens_of([text], target.device),
         None,
         wants_logits=True,
         vocab_size=target.vocab_size,

@@ -122,7 +122,7 @@ def _measure(config: BenchConfig, settings: BenchSettings, all_results: list[Res
 def _show(all_results: Sequence[Results], table_format: str) -> None:
     """Print the results as tables, or as one document."""
     from lightning_specdec.bench.manifest import made_on
-    from lightning_specdec.bench.rows import comparisons
+    from lightning_specdec.bench.records import comparisons
     from lightning_specdec.bench.table import comparison_table
 
     if table_format == "json":
@@ -152,7 +152,7 @@ def _has_failures(results: Results) -> bool:
 
     Reports failed cases and where the results are.
     """
-    from lightning_specdec.bench.rows import OURS, comparisons
+    from lightning_specdec.bench.records import OURS, comparisons
 
     directory = results.directory
     cells = comparisons(results.rows)

@@ -228,7 +228,7 @@ def _encode_prompts(
 
 def _parse_tokens(where: str, text: str, vocab_size: int) -> list[int]:
     """Parse tokens such as "1 2 3" or "[1, 2, 3]"."""
-    from lightning_specdec.decoding.rows import check_prompt
+    from lightning_specdec.decoding.requests import check_prompt
 
     words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
     try:

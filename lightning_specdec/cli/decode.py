@@ -25,7 +25,7 @@ from lightning_specdec.config.settings import setting
 from lightning_specdec.config.terminal import say, visible
 
 if TYPE_CHECKING:
-    from lightning_specdec.bench.rows import Comparison
+    from lightning_specdec.bench.records import Comparison
     from lightning_specdec.decoder import SpeculativeDecoder
     from lightning_specdec.decoding import DecodeResult
 
@@ -228,7 +228,7 @@ def _answer(outcome: Outcome, decoder: SpeculativeDecoder, config: DecodingConfi
 
 def describe_speed(comparison: Comparison) -> str:
     """The verdict on the speedup, followed by the speed of each method."""
-    from lightning_specdec.bench.rows import speed
+    from lightning_specdec.bench.records import speed
 
     speeds = [speed(rows) for rows in (comparison.standard, comparison.rows)]
     shown_speeds = [f"{value:,.1f}" for value in speeds if value is not None]

@@ -25,7 +25,7 @@ from lightning_specdec.config.terminal import say
 
 if TYPE_CHECKING:
     from lightning_specdec.bench.candidates import Candidate
-    from lightning_specdec.bench.rows import Comparison
+    from lightning_specdec.bench.records import Comparison
 
 SUMMARY = "measure every draft with every window and mark the fastest"
 EXAMPLES = """\

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding.recorded import make_executor
-from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
-from lightning_specdec.decoding.rows import (
+from lightning_specdec.decoding.requests import (
     Prompts,
-    Row,
+    Request,
     check_batch,
     check_eos,
     mark_failed,
     power_of_two,
     stops_of,
 )
+from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.models import LanguageModel
@@ -104,7 +104,7 @@ class _StandardDecoding:
         eos = check_eos(config.eos, target.vocab_size)
         stop = stops_of(config, target)
         self.rows = [
-            Row(
+            Request(
                 index,
                 text,
                 max_new_tokens=config.max_new_tokens,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.decoding.recorded import make_executor
-from lightning_specdec.decoding.rows import Row, power_of_two
+from lightning_specdec.decoding.requests import Request, power_of_two
 from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.drafters import Drafter, TargetContext
 from lightning_specdec.models import LanguageModel
@@ -71,7 +71,7 @@ class Batch:
             self.noise = self.executor.buffer("noise", shape, torch.float64)
             self.noise.zero_()
 
-    def enter(self, row: Row, slot: int) -> None:
+    def enter(self, row: Request, slot: int) -> None:
         """Put a row into a free slot, with noise that continues that of its earlier turns."""
         self.rows[slot] = row
         if self.noise is not None:
@@ -94,7 +94,7 @@ class Batch:
         self._select([*range(slot), *[EMPTY] * num_new_slots])
         return slot
 
-    def resume(self, row: Row, length: int) -> int | None:
+    def resume(self, row: Request, length: int) -> int | None:
         """Truncate an ended row to a length, from which another prompt continues.
 
         Returns:
@@ -111,7 +111,7 @@ class Batch:
         self.draft_state.resume(slot, length)
         return slot
 
-    def _slot_of(self, row: Row) -> int | None:
+    def _slot_of(self, row: Request) -> int | None:
         for slot, row_there in enumerate(self.rows):
             if row_there is row:
                 return slot
@@ -163,6 +163,6 @@ class Batch:
         self.executor.forget_batch()
 
 
-def _empty_row() -> Row:
+def _empty_row() -> Request:
     """A row that has ended before it begins."""
-    return Row(-1, [0, 0], max_new_tokens=0, eos=frozenset(), speculative=True)
+    return Request(-1, [0, 0], max_new_tokens=0, eos=frozenset(), speculative=True)

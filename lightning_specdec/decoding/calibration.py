@@ -19,7 +19,7 @@ import torch
 from lightning_specdec import __version__
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.files import cache_home, replaced
-from lightning_specdec.decoding.rows import Row
+from lightning_specdec.decoding.requests import Request
 from lightning_specdec.decoding.session import Session
 from lightning_specdec.decoding.timing import PHASES
 from lightning_specdec.decoding.windows import Calibration, Plan, Window
@@ -62,7 +62,7 @@ class _MeasuredWindow(Window, Plan):
     def plan(self, *, jointly: bool) -> Plan:
         return self
 
-    def windows(self, rows: Sequence[Row]) -> list[int]:
+    def windows(self, rows: Sequence[Request]) -> list[int]:
         return [self.num_draft_tokens] * len(rows)
 
     def adjust(self, draft: Draft, windows: Sequence[int]) -> Draft:

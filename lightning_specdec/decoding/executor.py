@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_specdec.decoding.rows import Row
+from lightning_specdec.decoding.requests import Request
 from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.decoding.windows import Plan
 from lightning_specdec.drafters import Draft, DraftState
-from lightning_specdec.drafters.base import DraftCalls, last_two
+from lightning_specdec.drafters.base import DraftCalls, last_two_tokens_of
 from lightning_specdec.models.graphs import Outputs
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Executor(DraftCalls, ABC):
 
     @abstractmethod
     def begin_round(
-        self, rows: Sequence[Row], plan: Plan, draft_state: DraftState
+        self, rows: Sequence[Request], plan: Plan, draft_state: DraftState
     ) -> tuple[list[int], int]:
         """Begin a round.
 
@@ -65,12 +65,12 @@ class Executor(DraftCalls, ABC):
         """
 
     @abstractmethod
-    def last_two_tokens(self, rows: Sequence[Row]) -> Int[Tensor, "B 2"]:
-        """The last two tokens of each text, as `last_two` returns them."""
+    def last_two_tokens(self, rows: Sequence[Request]) -> Int[Tensor, "B 2"]:
+        """The last two tokens of each text, as `last_two_tokens_of` returns them."""
 
     @abstractmethod
     def next_noise(
-        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Row], num_positions: int
+        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Request], num_positions: int
     ) -> Float[Tensor, "B N 3"]:
         """The uniform numbers of each row's next N tokens."""
 
@@ -117,16 +117,16 @@ class PlainExecutor(Executor):
     """Runs every call directly."""
 
     def begin_round(
-        self, rows: Sequence[Row], plan: Plan, draft_state: DraftState
+        self, rows: Sequence[Request], plan: Plan, draft_state: DraftState
     ) -> tuple[list[int], int]:
         windows = plan.windows(rows)
         return windows, max(windows)
 
-    def last_two_tokens(self, rows: Sequence[Row]) -> Int[Tensor, "B 2"]:
-        return last_two([row.text for row in rows], self.device)
+    def last_two_tokens(self, rows: Sequence[Request]) -> Int[Tensor, "B 2"]:
+        return last_two_tokens_of([row.text for row in rows], self.device)
 
     def next_noise(
-        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Row], num_positions: int
+        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Request], num_positions: int
     ) -> Float[Tensor, "B N 3"]:
         num_generated = [row.num_new for row in rows]
         start = min(num_generated)

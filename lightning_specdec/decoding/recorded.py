@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.decoding.executor import Executor, PlainExecutor, gather_noise
-from lightning_specdec.decoding.rows import Row, power_of_two
+from lightning_specdec.decoding.requests import Request, power_of_two
 from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.decoding.windows import Plan
 from lightning_specdec.drafters import Draft, Drafter, DraftState
@@ -67,7 +67,7 @@ class RecordedExecutor(Executor):
         self._pipelined = pipelined
         self._host_inputs: Tensor | None = None
         # The current round.
-        self._rows: Sequence[Row] = ()
+        self._rows: Sequence[Request] = ()
         self._plan: Plan | None = None
         self._windows: list[int] = []
         self._is_finished = True
@@ -88,7 +88,7 @@ class RecordedExecutor(Executor):
         return self._next_num_draft_tokens is not None
 
     def begin_round(
-        self, rows: Sequence[Row], plan: Plan, draft_state: DraftState
+        self, rows: Sequence[Request], plan: Plan, draft_state: DraftState
     ) -> tuple[list[int], int]:
         is_running = self.has_pipelined_round
         if not is_running and not self._is_finished:
@@ -119,7 +119,7 @@ class RecordedExecutor(Executor):
         self.graphs.begin(repeated=is_running)
         return windows, num_draft_tokens
 
-    def _upload(self, rows: Sequence[Row], windows: Sequence[int]) -> None:
+    def _upload(self, rows: Sequence[Request], windows: Sequence[int]) -> None:
         """Send the present integers of the rows to the device, in one copy from pinned memory."""
         if self.inputs is None or self._host_inputs is None:
             shape = (len(rows), RoundInputs.NUM_COLUMNS)
@@ -141,11 +141,11 @@ class RecordedExecutor(Executor):
         assert self.inputs is not None, "a round begins with its inputs"
         return self.inputs
 
-    def last_two_tokens(self, rows: Sequence[Row]) -> Int[Tensor, "B 2"]:
+    def last_two_tokens(self, rows: Sequence[Request]) -> Int[Tensor, "B 2"]:
         return self._present_inputs.last_two_tokens
 
     def next_noise(
-        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Row], num_positions: int
+        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Request], num_positions: int
     ) -> Float[Tensor, "B N 3"]:
         def gather(noise: Tensor, num_generated: Tensor) -> Outputs:
             return (gather_noise(noise, num_generated, num_positions),)
@@ -262,14 +262,14 @@ class RecordedExecutor(Executor):
         self._host_inputs = None
 
 
-def _window(row: Row, num_draft_tokens: int) -> int:
+def _window(row: Request, num_draft_tokens: int) -> int:
     """Draft tokens that a row requests of a full window."""
     if not row.live:
         return 0
     return min(num_draft_tokens, row.remaining - 1)
 
 
-def _integers(row: Row, window: int) -> list[int]:
+def _integers(row: Request, window: int) -> list[int]:
     """The columns of `RoundInputs` for one row."""
     last_position = len(row.text) - 1
     # A row needs one token less than may follow: the target adds the last one.

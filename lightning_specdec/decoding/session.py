@@ -16,10 +16,9 @@ from torch import Tensor
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.decoding.batch import Batch
-from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
-from lightning_specdec.decoding.rows import (
+from lightning_specdec.decoding.requests import (
     Prompts,
-    Row,
+    Request,
     check_batch,
     check_context,
     check_eos,
@@ -28,6 +27,7 @@ from lightning_specdec.decoding.rows import (
     power_of_two,
     stops_of,
 )
+from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.decoding.verification import Events, Verification
 from lightning_specdec.decoding.windows import as_window
@@ -122,7 +122,7 @@ class Session:
         if self._executor.is_recorded:
             self._plan.keep_to_measured()
 
-        self._added: dict[Row, None] = {}
+        self._added: dict[Request, None] = {}
         self._next_index = 0
         self._pending_events: Events = []
 
@@ -137,7 +137,7 @@ class Session:
             )
 
     @property
-    def live(self) -> list[Row]:
+    def live(self) -> list[Request]:
         """The rows that have not ended."""
         return [row for row in self._batch.rows if row.live]
 
@@ -209,7 +209,7 @@ class Session:
             uniform = noise[:, :num_draft_tokens, self.rule.draft_purpose]
         request = DraftRequest(
             texts=[row.text for row in self._batch.rows],
-            tail=last_two_tokens,
+            last_two_tokens=last_two_tokens,
             uniform=uniform,
             wants_logits=self.rule.needs_draft_logits,
             vocab_size=self.target.vocab_size,
@@ -249,7 +249,7 @@ class Session:
     @torch.inference_mode()
     def add(
         self, prompt: Sequence[int], *, max_new_tokens: int | None = None, index: int | None = None
-    ) -> Row:
+    ) -> Request:
         """Add a prompt; its row takes part in the next round. Returns the row.
 
         Args:
@@ -269,7 +269,9 @@ class Session:
         return row
 
     @torch.inference_mode()
-    def resume(self, row: Row, prompt: Sequence[int], *, max_new_tokens: int | None = None) -> Row:
+    def resume(
+        self, row: Request, prompt: Sequence[int], *, max_new_tokens: int | None = None
+    ) -> Request:
         """Add the next turn of a conversation, which reuses the state of a row that has ended.
         Returns a new row.
 
@@ -304,7 +306,7 @@ class Session:
 
     def _make_row(
         self, prompt: Sequence[int], max_new_tokens: int | None, index: int, num_drawn: int = 0
-    ) -> Row:
+    ) -> Request:
         """Check a prompt, and make a row for it."""
         check_prompt(prompt, self.target.vocab_size, "the prompt")
         if max_new_tokens is None:
@@ -317,7 +319,7 @@ class Session:
                 f"max_length={self.max_length}: "
                 "open the session with a larger one"
             )
-        return Row(
+        return Request(
             index,
             prompt,
             max_new_tokens=max_new_tokens,
@@ -327,7 +329,7 @@ class Session:
             num_drawn=num_drawn,
         )
 
-    def _enter(self, row: Row, slot: int) -> None:
+    def _enter(self, row: Request, slot: int) -> None:
         self._batch.enter(row, slot)
         self._added[row] = None
         self._next_index = max(self._next_index, row.index + 1)
@@ -341,12 +343,12 @@ class Session:
             with self.lock, self._executor.not_pipelined():
                 self._pending_events += self._run_round()
 
-    def cancel(self, row: Row) -> None:
+    def cancel(self, row: Request) -> None:
         """End a row; it keeps the tokens it has, with the stop reason "cancelled"."""
         if row.live:
             row.stop_reason = "cancelled"
 
-    def release(self, row: Row) -> None:
+    def release(self, row: Request) -> None:
         """Forget a row that has ended, so that `result` leaves it out.
 
         Long-running servers release every row.
@@ -393,9 +395,9 @@ class Conversation:
         known_limits = [limit for limit in limits if limit is not None]
         self.max_length = min(known_limits, default=MAX_TOKENS)
         self.session = Session(target, drafter, config, max_length=FIRST_LENGTH)
-        self.row: Row | None = None
+        self.row: Request | None = None
 
-    def begin(self, prompt: Sequence[int]) -> Row:
+    def begin(self, prompt: Sequence[int]) -> Request:
         """Begin a turn with the whole text; call `session.step` until the row is not live.
 
         Raises:
@@ -508,7 +510,7 @@ class TextPieces(Iterator[Any]):
             if piece:
                 yield self._numbered_piece(row, piece)
 
-    def _numbered_piece(self, row: Row, piece: str) -> Any:
+    def _numbered_piece(self, row: Request, piece: str) -> Any:
         return (row.index, piece) if self._numbered else piece
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.decoding.executor import Executor
-from lightning_specdec.decoding.rows import Row, mark_failed
+from lightning_specdec.decoding.requests import Request, mark_failed
 from lightning_specdec.decoding.windows import Outcome
 from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, Verdict, column
@@ -17,7 +17,7 @@ from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, Ve
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-Events = list[tuple[Row, list[int]]]
+Events = list[tuple[Request, list[int]]]
 """Each live row with its newly committed tokens."""
 
 
@@ -53,7 +53,7 @@ class Verification:
 
     def judge(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[Request],
         draft: Draft,
         logits: Float[Tensor, "B K1 V"],
         noise: Float[Tensor, "B N 3"] | None,
@@ -78,7 +78,7 @@ class Verification:
         return outcome
 
     def _process(
-        self, rows: Sequence[Row], draft: Draft, logits: Float[Tensor, "B K1 V"]
+        self, rows: Sequence[Request], draft: Draft, logits: Float[Tensor, "B K1 V"]
     ) -> Float[Tensor, "B K1 V"]:
         """The logits after the logits processors."""
         drafted = draft.tokens.tolist()
@@ -132,7 +132,7 @@ class Verification:
 
     def commit(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[Request],
         values: Sequence[list[Any]],
         draft: Draft,
         windows: Sequence[int],

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.decoding.rows import Row
+from lightning_specdec.decoding.requests import Request
 from lightning_specdec.drafters import Draft
 
 DEFAULT_WINDOW = 3
@@ -82,7 +82,7 @@ class Calibration(Settings):
 class Outcome:
     """A live row's round: how many draft tokens were requested, made, and accepted."""
 
-    row: Row
+    row: Request
     window: int
     num_made: int
     num_accepted: int
@@ -99,7 +99,7 @@ class Plan(ABC):
     shared_window: int | None = None
 
     @abstractmethod
-    def windows(self, rows: Sequence[Row]) -> list[int]:
+    def windows(self, rows: Sequence[Request]) -> list[int]:
         """The number of draft tokens that each row requests next; 0 for rows that are not live."""
 
     def adjust(self, draft: Draft, windows: Sequence[int]) -> Draft:
@@ -140,7 +140,7 @@ class FixedWindow(Window, Plan):
     def plan(self, *, jointly: bool) -> Plan:
         return self
 
-    def windows(self, rows: Sequence[Row]) -> list[int]:
+    def windows(self, rows: Sequence[Request]) -> list[int]:
         return [min(self.largest, row.remaining - 1) if row.live else 0 for row in rows]
 
     def to_dict(self) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class _SharedPlan(Plan):
     def shared_window(self) -> int | None:  # type: ignore[override]
         return self._controller.window
 
-    def windows(self, rows: Sequence[Row]) -> list[int]:
+    def windows(self, rows: Sequence[Request]) -> list[int]:
         window = self._controller.window
         return [min(window, row.remaining - 1) if row.live else 0 for row in rows]
 
@@ -338,18 +338,18 @@ class _RowPlan(Plan):
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
         self._measured_only = False
-        self._controllers: WeakKeyDictionary[Row, Controller] = WeakKeyDictionary()
+        self._controllers: WeakKeyDictionary[Request, Controller] = WeakKeyDictionary()
 
     def keep_to_measured(self) -> None:
         self._measured_only = True
 
-    def _controller(self, row: Row) -> Controller:
+    def _controller(self, row: Request) -> Controller:
         if row not in self._controllers:
             controller = Controller(self._calibration, measured_only=self._measured_only)
             self._controllers[row] = controller
         return self._controllers[row]
 
-    def windows(self, rows: Sequence[Row]) -> list[int]:
+    def windows(self, rows: Sequence[Request]) -> list[int]:
         windows = []
         for row in rows:
             window = 0

@@ -4,7 +4,7 @@ from lightning_specdec.drafters.base import Drafter as Drafter
 from lightning_specdec.drafters.base import DraftRequest as DraftRequest
 from lightning_specdec.drafters.base import DraftState as DraftState
 from lightning_specdec.drafters.base import TargetContext as TargetContext
-from lightning_specdec.drafters.base import last_two as last_two
+from lightning_specdec.drafters.base import last_two_tokens_of as last_two_tokens_of
 from lightning_specdec.drafters.block import BlockDrafter as BlockDrafter
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary as CrossVocabulary
 from lightning_specdec.drafters.draft_vocabulary import DraftVocabulary as DraftVocabulary

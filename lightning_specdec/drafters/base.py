@@ -31,7 +31,7 @@ class RoundInputs:
     """Integers of each row for recorded calls: columns of one tensor that stays in place.
 
     Attributes:
-        last_two_tokens: the last two tokens of each text, as in `DraftRequest.tail`.
+        last_two_tokens: the last two tokens of each text, as in `DraftRequest.last_two_tokens`.
         last_positions: position of each text's last token, which is the number of tokens before
             it.
         num_generated: new tokens of each row so far.
@@ -92,28 +92,28 @@ class DraftRequest:
     Args:
         texts: every row's tokens so far, prompt included, on the host. Finished rows have a text
             too.
-        tail: the last two tokens of every row, on the device; a one-token text repeats its token.
+        last_two_tokens: of every row, on the device. A text of one token repeats it.
         uniform: numbers in [0, 1) to draw the K draft tokens with; None if nothing is drawn at
             random.
         wants_logits: whether the rule needs `Draft.logits`.
         vocab_size: size V of the target's output, which `Draft.probs` and `Draft.logits` must
             have; None for the draft's own.
-        settled: number of committed tokens in each text; None for all. The others are draft tokens
-            of another drafter, which `go_back` may remove later.
+        committed: number of committed tokens in each text; None for all. The others are draft tokens
+            of another drafter, which `truncate_row` may remove later.
         calls: runs the drafter's calls, and records them if the session does.
     """
 
     texts: Sequence[Sequence[int]]
-    tail: Int[Tensor, "B 2"]
+    last_two_tokens: Int[Tensor, "B 2"]
     uniform: Float[Tensor, "B K"] | None
     wants_logits: bool = False
     vocab_size: int | None = None
-    settled: Sequence[int] | None = None
+    committed: Sequence[int] | None = None
     calls: DraftCalls = DraftCalls()  # noqa: RUF009
 
 
-def last_two(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:
-    """The `tail` of a request: the last two tokens of every text, a single one repeated."""
+def last_two_tokens_of(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:
+    """The last two tokens of every text, a single one repeated."""
     return torch.tensor([tail_of(text) for text in texts], device=device)
 
 
@@ -158,7 +158,7 @@ class DraftState:
         for row in rows:
             self.rows[row] = self.new_row()
 
-    def go_back(self, row: int, length: int) -> None:
+    def truncate_row(self, row: int, length: int) -> None:
         """Truncate a row to the first `length` tokens of its text, which continues with other
         tokens than drafted.
 
@@ -168,11 +168,11 @@ class DraftState:
         self.clear([row])
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Call `go_back` for every row."""
+        """Call `truncate_row` for every row."""
         for row, length in enumerate(lengths):
-            self.go_back(row, length)
+            self.truncate_row(row, length)
 
-    def settle(self, num_accepted: Sequence[int] | None = None) -> None:
+    def commit(self, num_accepted: Sequence[int] | None = None) -> None:
         """Forget the draft tokens that were not accepted; all of them when None."""
         if self.drafted_at is None:
             return
@@ -185,7 +185,7 @@ class DraftState:
 
     def resume(self, row: int, length: int) -> None:
         """Truncate a row to `length` tokens, with which the prompt of the next turn begins."""
-        self.go_back(row, length)
+        self.truncate_row(row, length)
 
 
 class JointState(DraftState):
@@ -202,9 +202,9 @@ class JointState(DraftState):
         for state in self.states:
             state.clear(rows)
 
-    def go_back(self, row: int, length: int) -> None:
+    def truncate_row(self, row: int, length: int) -> None:
         for state in self.states:
-            state.go_back(row, length)
+            state.truncate_row(row, length)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         for state in self.states:

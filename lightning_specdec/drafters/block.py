@@ -28,7 +28,12 @@ from lightning_specdec.drafters.eagle_network import (
     attention,
     rotate,
 )
-from lightning_specdec.drafters.model import Drawn, make_draft, nothing, shortened
+from lightning_specdec.drafters.sampling_drafter import (
+    DraftSampler,
+    empty_draft,
+    limit_draft,
+    make_draft,
+)
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
@@ -246,11 +251,11 @@ class BlockDrafter(FeatureDrafter):
         windows = [min(window, self.max_draft_tokens) for window in state.wanted(request, windows)]
         num_draft_tokens = max(windows)
         if num_draft_tokens == 0:
-            return nothing(request)
+            return empty_draft(request)
 
         self._read_features(state, request)
         hidden = self._block_hidden(state, request)[:, :num_draft_tokens]
-        anchors = request.tail[:, 1].contiguous()
+        anchors = request.last_two_tokens[:, 1].contiguous()
 
         outputs = self.run(
             request,
@@ -271,10 +276,10 @@ class BlockDrafter(FeatureDrafter):
         # states and earlier tokens only, so ending the window there does not bias the output.
         joint_confidences = confidences.float().cumprod(1)[:, 1:]
         num_confident = (joint_confidences >= self.settings.min_confidence).sum(1)
-        return shortened(draft, 1 + num_confident)
+        return limit_draft(draft, 1 + num_confident)
 
     def _draw_tokens(
-        self, drawn: Drawn, hidden: Float[Tensor, "B K D"], anchors: Int[Tensor, "B"]
+        self, drawn: DraftSampler, hidden: Float[Tensor, "B K D"], anchors: Int[Tensor, "B"]
     ) -> Float[Tensor, "B K"]:
         """Draw K tokens of each row, one after the other.
 
@@ -333,7 +338,7 @@ class BlockDrafter(FeatureDrafter):
             keys, values = cache.storage.update(layer_index, slots, keys, values)
             return attention(queries, keys, values, mask)
 
-        anchors = state.context.model.embeddings(request.tail[:, 1:])
+        anchors = state.context.model.embeddings(request.last_two_tokens[:, 1:])
         return self.network(anchors, slots.positions, attend)
 
     def _block_mask(self, positions: Int[Tensor, "B N"], num_slots: int) -> Bool[Tensor, "B N S"]:

@@ -16,7 +16,13 @@ from torch import Tensor
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import DrawingDrafter, Drawn, ModelDrafter, fit, make_draft
+from lightning_specdec.drafters.model import ModelDrafter
+from lightning_specdec.drafters.sampling_drafter import (
+    DraftSampler,
+    SamplingDrafter,
+    fit_vocabulary,
+    make_draft,
+)
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 from lightning_specdec.text.translation import TranslatedText, Translation
@@ -79,9 +85,9 @@ class _RowText:
         self.num_agreed = num_final + _num_equal(tokens_read, tokens_now)
         self.num_draft_read = 0
 
-    def go_back(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forget the target's tokens after the first `length` ones."""
-        self.text.go_back(length)
+        self.text.truncate(length)
         # The model may have read other tokens in place of these.
         self.pending = []
         self.num_draft_read = 0
@@ -134,9 +140,9 @@ class CrossDraftState(DraftState):
         super().clear(rows)
         self.model_state.clear(rows)
 
-    def go_back(self, row: int, length: int) -> None:
+    def truncate_row(self, row: int, length: int) -> None:
         row_text = self.rows[row]
-        row_text.go_back(length)
+        row_text.truncate(length)
         if len(row_text.text.tokens) <= row_text.first:
             self.clear([row])
 
@@ -207,7 +213,7 @@ class CrossDraftState(DraftState):
         ]
 
 
-class CrossVocabulary(DrawingDrafter):
+class CrossVocabulary(SamplingDrafter):
     """Drafts with a language model of another vocabulary, by the tokens that both have.
 
     Logits of other tokens are dropped before sampling, so every lossless rule stays lossless (Timor
@@ -372,7 +378,7 @@ class CrossVocabulary(DrawingDrafter):
         """
         padded_logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
         target_logits = padded_logits.index_select(1, self._draft_column_of)
-        return fit(target_logits, request.vocab_size)
+        return fit_vocabulary(target_logits, request.vocab_size)
 
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
@@ -386,13 +392,13 @@ class CrossVocabulary(DrawingDrafter):
         for row_text, text in zip(state.rows, request.texts, strict=True):
             row_text.extend(text)
         state.make_room(num_draft_tokens)
-        tokens, valid_lengths = pad(state.unread(), request.tail.device)
+        tokens, valid_lengths = pad(state.unread(), request.last_two_tokens.device)
 
         # A token beyond the target's vocabulary only pads its output. It has the last entry.
         padding_index = len(self._draft_token_of) - 1
 
         # `run` calls this once, with an object that draws tokens and keeps what is reported of them.
-        def draw_tokens(drawn: Drawn) -> None:
+        def draw_tokens(drawn: DraftSampler) -> None:
             def choose(logits: Float[Tensor, "B W"], step: int) -> Int[Tensor, "B"]:
                 target_tokens = drawn.draw(self.to_target(logits, request))
                 return self._draft_token_of.index_select(0, target_tokens.clamp(max=padding_index))

@@ -17,13 +17,13 @@ from torch import Tensor
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.eagle_network import EagleNetwork, EagleSettings, attention
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import (
-    Drawn,
+from lightning_specdec.drafters.sampling_drafter import (
+    DraftSampler,
     TrainedDrafter,
+    empty_draft,
+    limit_draft,
     make_draft,
-    nothing,
     runs_in_openvino,
-    shortened,
 )
 from lightning_specdec.models import KVState, LanguageModel, ModelOutput
 from lightning_specdec.models.base import select
@@ -124,7 +124,7 @@ class FeatureState(DraftState):
         for row in rows:
             self.num_known[row] = 0
 
-    def go_back(self, row: int, length: int) -> None:
+    def truncate_row(self, row: int, length: int) -> None:
         self.num_known[row] = min(self.num_known[row], length)
         # The last entry within the text combines its last two tokens.
         num_entries = max(0, length - 1)
@@ -216,7 +216,7 @@ class EagleDrafter(FeatureDrafter):
         windows = state.wanted(request, windows)
         num_draft_tokens = max(windows)
         if num_draft_tokens == 0:
-            return nothing(request)
+            return empty_draft(request)
 
         embedded, hidden, lengths, num_entries = self._unread(state, request)
         draft_sampling = self.sampling or sampling
@@ -239,7 +239,7 @@ class EagleDrafter(FeatureDrafter):
         feature, logits = self._advance(state.entry_cache, embedded, hidden, lengths)
 
         def draw_tokens(
-            drawn: Drawn, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]
+            drawn: DraftSampler, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]
         ) -> Tensor | None:
             return self._draw_tokens(drawn, state, windows, feature, logits)
 
@@ -263,7 +263,7 @@ class EagleDrafter(FeatureDrafter):
 
     def _draw_tokens(
         self,
-        drawn: Drawn,
+        drawn: DraftSampler,
         state: FeatureState,
         windows: Sequence[int],
         feature: Float[Tensor, "B 1 D"],
@@ -312,7 +312,7 @@ class EagleDrafter(FeatureDrafter):
     def _ended_by_confidence(self, draft: Draft, confidences: Float[Tensor, "B K"]) -> Draft:
         """The draft up to the last token whose confidence is at least `min_confidence`."""
         lengths = (confidences >= self.settings.min_confidence).sum(1)
-        return shortened(draft, lengths)
+        return limit_draft(draft, lengths)
 
     def _unread(
         self, state: FeatureState, request: DraftRequest
@@ -341,7 +341,7 @@ class EagleDrafter(FeatureDrafter):
 
         lengths = [len(tokens) for tokens in unread]
         # As wide as the most tokens that a round adds, so shapes do not depend on acceptance.
-        tokens, _ = pad(unread, request.tail.device, state.num_scored)
+        tokens, _ = pad(unread, request.last_two_tokens.device, state.num_scored)
         embedded = state.context.model.embeddings(tokens)
         hidden = state.hidden(starts, tokens.shape[1], lengths)
         return embedded, hidden, lengths, ends

@@ -16,7 +16,7 @@ from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext, pipelined
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.drafters.medusa import ResidualBlock
-from lightning_specdec.drafters.model import TrainedDrafter, make_draft
+from lightning_specdec.drafters.sampling_drafter import TrainedDrafter, make_draft
 from lightning_specdec.models import DecodeState, ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.models.base import select
 from lightning_specdec.models.state import Lengths
@@ -260,7 +260,7 @@ class EarlyExitDrafter(TrainedDrafter):
         # After the first round, the target has read all of the text but its last token.
         last_tokens = None
         if all(len(tokens) == 1 for tokens in unread):
-            last_tokens = request.tail[:, 1:]
+            last_tokens = request.last_two_tokens[:, 1:]
 
         outputs = self.recorded_roll(
             model.target,
@@ -280,7 +280,7 @@ class EarlyExitDrafter(TrainedDrafter):
 
         tokens, valid_lengths = last_tokens, None
         if tokens is None:
-            tokens, valid_lengths = pad(unread, request.tail.device)
+            tokens, valid_lengths = pad(unread, request.last_two_tokens.device)
         lower_state = LowerState(state.whole)
         outputs = self.roll(model, lower_state, tokens, valid_lengths, windows, request, sampling)
         exit_states = lower_state.exit_states(self.exit_layer)

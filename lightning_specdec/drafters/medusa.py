@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext, pipelined
 from lightning_specdec.drafters.draft_vocabulary import rows_of
-from lightning_specdec.drafters.model import (
-    Drawn,
+from lightning_specdec.drafters.sampling_drafter import (
+    DraftSampler,
     TrainedDrafter,
+    empty_draft,
     make_draft,
-    nothing,
     runs_in_openvino,
 )
 from lightning_specdec.models import LanguageModel, ModelOutput
@@ -150,7 +150,7 @@ class MedusaState(DraftState):
         for row in rows:
             self.lengths[row] = 0
 
-    def go_back(self, row: int, length: int) -> None:
+    def truncate_row(self, row: int, length: int) -> None:
         # Another request may continue in this row, which took no part in the last round.
         self.moved = True
         # The hidden state has read all of its text but the last token. It stays valid if just that
@@ -276,7 +276,7 @@ class MedusaDrafter(TrainedDrafter):
     ) -> Draft:
         num_draft_tokens = self._num_draft_tokens(state, request, windows)
         if not max(num_draft_tokens):
-            return nothing(request)
+            return empty_draft(request)
 
         # With recorded calls, all rounds draft the same number of tokens, and `num_added` is on the
         # device already.
@@ -290,10 +290,10 @@ class MedusaDrafter(TrainedDrafter):
             num_added = inputs.num_added
             key = ("heads", num_heads)
         if num_added is None:
-            num_added = torch.tensor(state.num_added, device=request.tail.device)
+            num_added = torch.tensor(state.num_added, device=request.last_two_tokens.device)
 
         def draw_tokens(
-            drawn: Drawn, scored: Float[Tensor, "B N D"], num_added: Int[Tensor, "B"]
+            drawn: DraftSampler, scored: Float[Tensor, "B N D"], num_added: Int[Tensor, "B"]
         ) -> None:
             # A failed row has added no tokens; any of its positions will do.
             last_position = scored.shape[1] - 1

@@ -7,14 +7,7 @@ from typing import Any
 
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext, pipelined
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.sampling_drafter import DrawingDrafter as DrawingDrafter
-from lightning_specdec.drafters.sampling_drafter import Drawn as Drawn
-from lightning_specdec.drafters.sampling_drafter import TrainedDrafter as TrainedDrafter
-from lightning_specdec.drafters.sampling_drafter import fit as fit
-from lightning_specdec.drafters.sampling_drafter import make_draft as make_draft
-from lightning_specdec.drafters.sampling_drafter import nothing as nothing
-from lightning_specdec.drafters.sampling_drafter import runs_in_openvino as runs_in_openvino
-from lightning_specdec.drafters.sampling_drafter import shortened as shortened
+from lightning_specdec.drafters.sampling_drafter import SamplingDrafter, make_draft
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
@@ -33,13 +26,13 @@ class ModelDraftState(DraftState):
         self.model_state = model_state
 
     def select(self, rows: Sequence[int]) -> None:
-        self.settle()
+        self.commit()
         self.model_state.select(rows)
 
     def clear(self, rows: Sequence[int]) -> None:
         self.model_state.clear(rows)
 
-    def go_back(self, row: int, length: int) -> None:
+    def truncate_row(self, row: int, length: int) -> None:
         if self.model_state.committed[row] >= length:
             # The drafter reads the token before that length again, and the state cannot be
             # truncated so far.
@@ -69,18 +62,18 @@ class ModelDraftState(DraftState):
             starts.append(min(num_read, max(0, len(text) - num_again)))
         state.truncate(starts)
 
-        if request.settled is None:
+        if request.committed is None:
             state.commit(starts)
         else:
             # Draft tokens of another drafter may be removed later.
             committed = []
-            for start, num_committed in zip(starts, request.settled, strict=True):
+            for start, num_committed in zip(starts, request.committed, strict=True):
                 committed.append(min(start, max(0, num_committed - num_again)))
             state.commit(committed)
         return [text[start:] for start, text in zip(starts, texts, strict=True)]
 
 
-class ModelDrafter(DrawingDrafter):
+class ModelDrafter(SamplingDrafter):
     """Drafts with a smaller language model (Leviathan et al. 2023; Chen et al. 2023).
 
     Its vocabulary is the target's.
@@ -135,7 +128,7 @@ class ModelDrafter(DrawingDrafter):
         unread = state.begin(request, NUM_LAST_TOKENS)
         state.drafted_at = [len(text) for text in request.texts]
 
-        tokens, valid_lengths = request.tail, None
+        tokens, valid_lengths = request.last_two_tokens, None
         if all(len(tokens) == NUM_LAST_TOKENS for tokens in unread):
             outputs = self.recorded_roll(self.model, model_state, tokens, request, sampling)
             if outputs is not None:
@@ -144,7 +137,7 @@ class ModelDrafter(DrawingDrafter):
                 model_state.advance(num_read)
                 return draft
         else:
-            tokens, valid_lengths = pad(unread, request.tail.device)
+            tokens, valid_lengths = pad(unread, request.last_two_tokens.device)
 
         if request.vocab_size is not None and request.vocab_size > self.model.vocab_size:
             # As in `roll`: the text may have a token that only pads the target's output.
@@ -156,4 +149,4 @@ class ModelDrafter(DrawingDrafter):
 
     @pipelined
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        state.settle(num_accepted)
+        state.commit(num_accepted)

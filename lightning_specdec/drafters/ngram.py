@@ -109,7 +109,7 @@ class _NGramIndex:
 class NGramState(DraftState):
     """An index for each row."""
 
-    def go_back(self, row: int, length: int) -> None:
+    def truncate_row(self, row: int, length: int) -> None:
         # An index cannot forget single n-grams, so the row is indexed again. This is not necessary
         # if all indexed n-grams end within `length`: only the tokens after them change.
         if self.rows[row].next_end > length + 1:
@@ -141,7 +141,7 @@ class NGramDrafter(Drafter):
         self, state: DraftState, request: DraftRequest, windows: Sequence[int]
     ) -> list[Sequence[int]]:
         """Each row's draft tokens on the host: at most `windows[b]`, none without a match."""
-        final_lengths = request.settled or [len(text) for text in request.texts]
+        final_lengths = request.committed or [len(text) for text in request.texts]
         draft_tokens: list[Sequence[int]] = []
         for index, text, final_length, window in zip(
             state.rows, request.texts, final_lengths, windows, strict=True
@@ -153,7 +153,7 @@ class NGramDrafter(Drafter):
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        return certain(self.look_up(state, request, windows), request.tail.device)
+        return certain(self.look_up(state, request, windows), request.last_two_tokens.device)
 
 
 def certain(found: Sequence[Sequence[int]], device: torch.device) -> Draft:

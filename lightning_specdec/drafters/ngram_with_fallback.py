@@ -130,7 +130,7 @@ class NGramWithFallback(Drafter):
         if not any(matches):
             return self.fallback.propose(state.fallback, request, windows, sampling)
 
-        lookup_draft = certain(matches, request.tail.device)
+        lookup_draft = certain(matches, request.last_two_tokens.device)
         fallback_windows = [
             0 if tokens else window for tokens, window in zip(matches, windows, strict=True)
         ]
@@ -141,7 +141,7 @@ class NGramWithFallback(Drafter):
         matched_rows = [row for row, tokens in enumerate(matches) if tokens]
         for row in matched_rows:
             # The target reads the lookup's tokens there, not what the fallback may have drafted.
-            state.fallback.go_back(row, len(request.texts[row]))
+            state.fallback.truncate_row(row, len(request.texts[row]))
 
         exit_states = fallback_draft.exit_states
         if exit_states is not None:

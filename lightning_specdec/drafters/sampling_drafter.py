@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Drawn:
+class DraftSampler:
     """Draws draft tokens one after the other, and collects what a draft reports about them.
 
     Args:
@@ -97,7 +97,7 @@ class Drawn:
         return tokens, probs, logits
 
 
-class DrawingDrafter(Drafter, ABC):
+class SamplingDrafter(Drafter, ABC):
     """Samples its tokens from distributions that it computes.
 
     Args:
@@ -138,7 +138,7 @@ class DrawingDrafter(Drafter, ABC):
         key: Hashable = None,
         vocabulary: DraftVocabulary | None = None,
     ) -> Outputs:
-        """Run `call(drawn, *inputs)`, which draws the tokens with `Drawn.draw`.
+        """Run `call(drawn, *inputs)`, which draws the tokens with `DraftSampler.draw`.
 
         Args:
             windows: draft tokens requested of each row.
@@ -147,7 +147,7 @@ class DrawingDrafter(Drafter, ABC):
             vocabulary: the tokens that the draft scores; all of the target's when None.
 
         Returns:
-            `Drawn.outputs`, and the result of the call.
+            `DraftSampler.outputs`, and the result of the call.
         """
         draft_sampling = self._draft_sampling(sampling)
         wants_logits = request.wants_logits
@@ -158,14 +158,23 @@ class DrawingDrafter(Drafter, ABC):
         # What is recorded outlives the session, so this function must not refer to the request.
         def draw(uniform: Tensor | None, *inputs: Tensor) -> Outputs:
             uniform_columns = None if uniform is None else uniform.unbind(1)
-            drawn = Drawn(draft_sampling, uniform_columns, wants_logits, texts, windows, vocabulary)
+            drawn = DraftSampler(
+                draft_sampling, uniform_columns, wants_logits, texts, windows, vocabulary
+            )
             result = call(drawn, *inputs)
             return *drawn.outputs, result
 
         if key is None:
             with one_thread(bool(self.in_openvino)):
                 return draw(request.uniform, *inputs)
-        full_key = self, len(request.tail), draft_sampling, wants_logits, request.vocab_size, key
+        full_key = (
+            self,
+            len(request.last_two_tokens),
+            draft_sampling,
+            wants_logits,
+            request.vocab_size,
+            key,
+        )
         return request.calls.run(full_key, draw, request.uniform, *inputs)
 
     def roll(
@@ -178,12 +187,12 @@ class DrawingDrafter(Drafter, ABC):
         request: DraftRequest,
         sampling: Sampling,
     ) -> Outputs:
-        """Have a model read tokens and draft one token after the other. Returns `Drawn.outputs`."""
+        """Have a model read tokens and draft one token after the other. Returns `DraftSampler.outputs`."""
         scores_fewer_tokens = (request.vocab_size or 0) > model.vocab_size
 
-        def call(drawn: Drawn) -> None:
+        def call(drawn: DraftSampler) -> None:
             def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
-                next_tokens = drawn.draw(fit(logits, request.vocab_size))
+                next_tokens = drawn.draw(fit_vocabulary(logits, request.vocab_size))
                 if scores_fewer_tokens:
                     # A logits processor may choose a token that only pads the target's output.
                     next_tokens = next_tokens.clamp(max=model.vocab_size - 1)
@@ -213,7 +222,7 @@ class DrawingDrafter(Drafter, ABC):
             head: computes logits from their output; the model's own when None.
 
         Returns:
-            `Drawn.outputs` and the outputs of the layers; None if the call cannot be recorded.
+            `DraftSampler.outputs` and the outputs of the layers; None if the call cannot be recorded.
         """
         inputs = request.calls.inputs
         if tokens is None or inputs is None or self._draft_sampling(sampling).processors:
@@ -227,7 +236,7 @@ class DrawingDrafter(Drafter, ABC):
         vocab_size = request.vocab_size
         compute_logits = head or model.exit_logits
 
-        def call(drawn: Drawn, tokens: Tensor, last_positions: Tensor) -> Tensor | None:
+        def call(drawn: DraftSampler, tokens: Tensor, last_positions: Tensor) -> Tensor | None:
             starts = last_positions - (num_read - 1)
             layer_outputs = []
             for _ in range(num_draft_tokens):
@@ -235,7 +244,7 @@ class DrawingDrafter(Drafter, ABC):
                 hidden = model.read_at(storage, span, readable_tokens, starts, num_layers)
                 logits = compute_logits(hidden[:, -1:])[:, -1]
                 starts = starts + tokens.shape[1]
-                tokens = drawn.draw(fit(logits, vocab_size))[:, None]
+                tokens = drawn.draw(fit_vocabulary(logits, vocab_size))[:, None]
                 layer_outputs.append(hidden)
             if num_layers is None:
                 return None
@@ -253,7 +262,7 @@ def make_draft(
     num_calls: int | None = None,
     states: ExitStates | None = None,
 ) -> Draft:
-    """The draft from `Drawn.outputs`.
+    """The draft from `DraftSampler.outputs`.
 
     Args:
         wanted: draft tokens of each row that count.
@@ -263,11 +272,11 @@ def make_draft(
     tokens, probs, logits = outputs[:3]
     assert tokens is not None
     num_drafted = tokens.shape[1]
-    lengths = request.calls.draft_lengths(wanted, num_drafted, request.tail.device)
+    lengths = request.calls.draft_lengths(wanted, num_drafted, request.last_two_tokens.device)
     return Draft(tokens, lengths, probs, logits, num_calls or num_drafted, states)
 
 
-def shortened(draft: Draft, lengths: Int[Tensor, "B"]) -> Draft:
+def limit_draft(draft: Draft, lengths: Int[Tensor, "B"]) -> Draft:
     """Limit each row's draft to these lengths.
 
     It is lossless if they follow from the text and earlier tokens only.
@@ -287,13 +296,13 @@ def shortened(draft: Draft, lengths: Int[Tensor, "B"]) -> Draft:
     return draft
 
 
-def nothing(request: DraftRequest) -> Draft:
+def empty_draft(request: DraftRequest) -> Draft:
     """A draft without tokens."""
-    device = request.tail.device
-    return Draft(torch.empty(len(request.tail), 0, dtype=torch.long, device=device))
+    device = request.last_two_tokens.device
+    return Draft(torch.empty(len(request.last_two_tokens), 0, dtype=torch.long, device=device))
 
 
-def fit(logits: Float[Tensor, "*B W"], vocab_size: int | None) -> Float[Tensor, "*B V"]:
+def fit_vocabulary(logits: Float[Tensor, "*B W"], vocab_size: int | None) -> Float[Tensor, "*B V"]:
     """Logits for `vocab_size` tokens: the last ones are cut off, or -inf is appended. Unchanged
     when None.
 
@@ -306,7 +315,7 @@ def fit(logits: Float[Tensor, "*B W"], vocab_size: int | None) -> Float[Tensor, 
     return torch.nn.functional.pad(logits, (0, num_missing), value=-torch.inf)
 
 
-class TrainedDrafter(DrawingDrafter, ABC):
+class TrainedDrafter(SamplingDrafter, ABC):
     """Networks that were trained on their target's hidden states; its settings have their sizes.
 
     Attributes:

@@ -27,11 +27,12 @@ from lightning_specdec.drafters.base import (
     DraftState,
     JointState,
     TargetContext,
-    last_two,
+    last_two_tokens_of,
 )
 from lightning_specdec.drafters.early_exit import EarlyExitDrafter, ExitState, LowerState
 from lightning_specdec.drafters.layout import pad, with_draft_tokens
-from lightning_specdec.drafters.model import ModelDrafter, ModelDraftState, fit, nothing
+from lightning_specdec.drafters.model import ModelDrafter, ModelDraftState
+from lightning_specdec.drafters.sampling_drafter import empty_draft, fit_vocabulary
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
@@ -61,7 +62,7 @@ class StagedState(JointState):
 
         At least the last token of each text is unread.
         """
-        self.settle()
+        self.commit()
         self.drafted_at = [len(text) for text in request.texts]
         if isinstance(self.larger, ExitState):
             return LowerState(self.larger.whole)
@@ -70,7 +71,7 @@ class StagedState(JointState):
         return self.larger.model_state
 
     def select(self, rows: Sequence[int]) -> None:
-        self.settle()
+        self.commit()
         super().select(rows)
 
 
@@ -129,7 +130,7 @@ class _StageDraft:
             How many of these tokens agree with the larger stage's.
         """
         num_missing = self.num_missing
-        logits = fit(logits, self.request.vocab_size)
+        logits = fit_vocabulary(logits, self.request.vocab_size)
         if self.sampling.processors:
             unfinished_texts = [
                 text if count else None for text, count in zip(self.texts, num_missing, strict=True)
@@ -162,7 +163,7 @@ class _StageDraft:
 
     def finish(self, num_calls: int) -> Draft:
         """All rows' tokens, and what they were drawn from."""
-        tokens, row_lengths = pad(self.tokens, self.request.tail.device)
+        tokens, row_lengths = pad(self.tokens, self.request.last_two_tokens.device)
         lengths = None
         if row_lengths is not None:
             lengths = torch.tensor(row_lengths, device=tokens.device)
@@ -266,7 +267,7 @@ class StagedDrafter(Drafter):
         return draft
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        state.settle(num_accepted)
+        state.commit(num_accepted)
 
     def _stage_round(
         self,
@@ -280,7 +281,7 @@ class StagedDrafter(Drafter):
         Rows that want no more tokens read their last token again, so that what the smaller drafter
         observes is true for them, too.
         """
-        device = stage_draft.request.tail.device
+        device = stage_draft.request.last_two_tokens.device
 
         # The larger stage adds one token, so the smaller one drafts one less.
         windows = [min(self.window, max(count - 1, 0)) for count in stage_draft.num_missing]
@@ -317,13 +318,13 @@ class StagedDrafter(Drafter):
         request = stage_draft.request
         num_draft_tokens = max(windows)
         if num_draft_tokens == 0:
-            return nothing(request)
+            return empty_draft(request)
         smaller_request = DraftRequest(
             stage_draft.texts,
-            last_two(stage_draft.texts, request.tail.device),
+            last_two_tokens_of(stage_draft.texts, request.last_two_tokens.device),
             stage_draft.uniform(num_draft_tokens),
             vocab_size=request.vocab_size or model.vocab_size,
-            settled=request.settled or [len(text) for text in request.texts],
+            committed=request.committed or [len(text) for text in request.texts],
         )
         return self.smaller.propose(state.smaller, smaller_request, windows, stage_draft.sampling)
 

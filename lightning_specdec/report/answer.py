@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_specdec.bench.rows import HUGGING_FACE, SPECULATIVE, Comparison
+from lightning_specdec.bench.records import HUGGING_FACE, SPECULATIVE, Comparison
 from lightning_specdec.bench.statistics import LEVEL, Interval
 from lightning_specdec.bench.verdict import Verdict, judge, ranked, rows_within_noise
 

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from lightning_specdec.bench.rows import HUGGING_FACE, SPECULATIVE, Comparison, ResultRow
+from lightning_specdec.bench.records import HUGGING_FACE, SPECULATIVE, Comparison, Record
 from lightning_specdec.report.answer import Advice, shown
 
 INK = "#1b1f24"
@@ -190,7 +190,7 @@ def speedup_charts(comparisons: Sequence[Comparison]) -> list[Chart]:
     return charts
 
 
-def _titles(cases: Sequence[ResultRow], *skipped_settings: str) -> list[str]:
+def _titles(cases: Sequence[Record], *skipped_settings: str) -> list[str]:
     """Pair and domain of each case, and the settings in which the cases differ."""
     varying_settings = []
     for name in _SETTING_FORMATS:

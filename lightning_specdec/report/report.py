@@ -14,8 +14,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from lightning_specdec.bench.manifest import made_on
+from lightning_specdec.bench.records import STANDARD, Comparison, comparisons
 from lightning_specdec.bench.results import Results
-from lightning_specdec.bench.rows import STANDARD, Comparison, comparisons
 from lightning_specdec.bench.statistics import Interval
 from lightning_specdec.bench.table import comparison_table, grid
 from lightning_specdec.config.files import replaced

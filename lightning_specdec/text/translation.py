@@ -158,7 +158,7 @@ class TranslatedText:
             self._steps.append(_Step(len(self.tokens), self._waiting_bytes))
         self.num_covered += len(tokens)
 
-    def go_back(self, num_covered: int) -> None:
+    def truncate(self, num_covered: int) -> None:
         """Roll back to the first `num_covered` source tokens.
 
         A prompt is encoded as a whole. To roll back into it is to start again, and another prompt

@@ -27,7 +27,7 @@ attention mask.
 log = logging.getLogger(__name__)
 
 
-class Row:
+class Request:
     """A prompt and its new tokens while they are decoded.
 
     Args:

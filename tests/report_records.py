@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_specdec.bench.records import FORMAT, Comparison, Record, comparisons
 from lightning_specdec.bench.results import Results
-from lightning_specdec.bench.rows import FORMAT, Comparison, ResultRow, comparisons
 from lightning_specdec.report.report import Report
 
 NUM_NEW_TOKENS = 48
@@ -23,7 +23,7 @@ MANIFEST = {
 """The smallest manifest."""
 
 
-def row(method: str = "speculative", **values: Any) -> ResultRow:
+def row(method: str = "speculative", **values: Any) -> Record:
     """A row without figures."""
     settings: dict[str, Any] = {
         "pair": "pair",
@@ -40,7 +40,7 @@ def row(method: str = "speculative", **values: Any) -> ResultRow:
         settings["num_draft_tokens"] = 4
         settings["rule"] = "ExactMatch"
         settings["lossless"] = True
-    return ResultRow(**{**settings, **values})
+    return Record(**{**settings, **values})
 
 
 def timed(
@@ -49,7 +49,7 @@ def timed(
     *,
     tokens: Sequence[int] | None = None,
     **values: Any,
-) -> ResultRow:
+) -> Record:
     """A row of prompts with these seconds; a round of speculation accepts 3 of 4 draft tokens.
 
     Args:
@@ -90,32 +90,32 @@ def timed(
     return row(method, **{**figures, **values})
 
 
-def faster(speedups: Sequence[float], method: str = "speculative", **values: Any) -> ResultRow:
+def faster(speedups: Sequence[float], method: str = "speculative", **values: Any) -> Record:
     """A row of prompts with these speedups over `standard`'s, which take a second each."""
     return timed([1 / speedup for speedup in speedups], method, **values)
 
 
-def standard(num_prompts: int = 8, **values: Any) -> ResultRow:
+def standard(num_prompts: int = 8, **values: Any) -> Record:
     """A row of standard decoding."""
     return timed([1.0] * num_prompts, "standard", **values)
 
 
-def cells_of(rows: Sequence[ResultRow]) -> list[Comparison]:
+def cells_of(rows: Sequence[Record]) -> list[Comparison]:
     """The cells of rows that were written to a file and read again."""
     read_rows = []
     for row in rows:
         values = json.loads(json.dumps(row.to_dict()))
-        read_rows.append(ResultRow.from_dict(values))
+        read_rows.append(Record.from_dict(values))
     return comparisons(read_rows)
 
 
-def report_of(rows: Sequence[ResultRow], **manifest: Any) -> Report:
+def report_of(rows: Sequence[Record], **manifest: Any) -> Report:
     """The report of rows."""
     return Report.of(Results(Path("made"), {**MANIFEST, **manifest}, list(rows)))
 
 
 def write_results(
-    directory: Path, rows: Sequence[ResultRow], manifest: Mapping[str, Any] = MANIFEST
+    directory: Path, rows: Sequence[Record], manifest: Mapping[str, Any] = MANIFEST
 ) -> Path:
     """A results directory."""
     directory.mkdir(parents=True, exist_ok=True)

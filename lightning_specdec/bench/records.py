@@ -33,7 +33,7 @@ _NUMBER_FIELDS = ("temperature", "batch_size", "max_new_tokens", "repeat", "seed
 
 
 @dataclass(kw_only=True)
-class ResultRow:
+class Record:
     """One repeat of one case. Stores counts and seconds; rates are those of a `Comparison`.
 
     Args:
@@ -121,7 +121,7 @@ class ResultRow:
         return {"format": FORMAT, **values}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ResultRow:
+    def from_dict(cls, values: Mapping[str, Any]) -> Record:
         """A row of a file.
 
         Raises:
@@ -154,7 +154,7 @@ Timings = tuple[list[list[float]], list[list[float]]]
 """Seconds of standard decoding and of another method, by repeat and unit (prompt or batch)."""
 
 
-def timings(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Timings | None:
+def timings(pairs: Sequence[tuple[Record, Record]]) -> Timings | None:
     """Seconds of paired repeats, scaled to equally many tokens.
 
     Texts may differ in length (sampling, lossy rules), and a method is not faster because its text
@@ -192,7 +192,7 @@ def timings(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Timings | None:
     return standard_seconds, method_seconds
 
 
-def seconds(rows: Sequence[ResultRow]) -> float | None:
+def seconds(rows: Sequence[Record]) -> float | None:
     """Sum over batches of medians over repeats, as in `walltime_speedup`; None without rows."""
     if not rows:
         return None
@@ -203,7 +203,7 @@ def seconds(rows: Sequence[ResultRow]) -> float | None:
     return total_seconds or None
 
 
-def speed(rows: Sequence[ResultRow]) -> float | None:
+def speed(rows: Sequence[Record]) -> float | None:
     """New tokens / `seconds`; None without rows."""
     total_seconds = seconds(rows)
     if total_seconds is None:
@@ -211,7 +211,7 @@ def speed(rows: Sequence[ResultRow]) -> float | None:
     return statistics.median(row.num_new_tokens for row in rows) / total_seconds
 
 
-def _units(row: ResultRow) -> list[Unit]:
+def _units(row: Record) -> list[Unit]:
     """Seconds and tokens of each batch, in order.
 
     A batch ends with its last prompt. Time that belongs to no batch is shared out among them.
@@ -239,9 +239,9 @@ class Comparison:
         interrupted: whether Ctrl-C ended the measurement early.
     """
 
-    case: ResultRow
-    rows: tuple[ResultRow, ...]
-    standard: tuple[ResultRow, ...] = ()
+    case: Record
+    rows: tuple[Record, ...]
+    standard: tuple[Record, ...] = ()
     error: str | None = None
     interrupted: bool = False
 
@@ -450,7 +450,7 @@ FIGURES = (
 """Properties of a comparison in a summary."""
 
 
-def _phase_seconds_per_call(phase: str, rows: Sequence[ResultRow]) -> float:
+def _phase_seconds_per_call(phase: str, rows: Sequence[Record]) -> float:
     """Mean seconds of a phase for each call of the target."""
     num_calls = sum(row.num_target_calls for row in rows)
     if not num_calls:
@@ -458,7 +458,7 @@ def _phase_seconds_per_call(phase: str, rows: Sequence[ResultRow]) -> float:
     return sum(row.phase_seconds[phase] for row in rows if row.phase_seconds) / num_calls
 
 
-def _overhead_seconds_per_call(rows: Sequence[ResultRow]) -> float:
+def _overhead_seconds_per_call(rows: Sequence[Record]) -> float:
     """Mean seconds besides drafting and the target, for each call of the target."""
     return _phase_seconds_per_call("accept", rows) + _phase_seconds_per_call("rest", rows)
 
@@ -475,7 +475,7 @@ def _speedup_fields(speedup: Interval | None) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def _side(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
+def _side(rows: Sequence[Record]) -> dict[str, Any] | None:
     """The figures of one side of a comparison.
 
     All are those of the repeat with the (lower) median of the seconds, so that they belong
@@ -504,15 +504,15 @@ def _side(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
     }
 
 
-def comparisons(rows: Iterable[ResultRow]) -> list[Comparison]:
+def comparisons(rows: Iterable[Record]) -> list[Comparison]:
     """The cells of all rows, in the order in which they first ran, each beside standard decoding of
     its place."""
-    rows_by_cell: dict[tuple[Any, ...], list[ResultRow]] = {}
+    rows_by_cell: dict[tuple[Any, ...], list[Record]] = {}
     for row in rows:
         rows_by_cell.setdefault(row.cell, []).append(row)
 
     groups = []
-    standard_by_place: dict[tuple[Any, ...], tuple[ResultRow, ...]] = {}
+    standard_by_place: dict[tuple[Any, ...], tuple[Record, ...]] = {}
     for cell_rows in rows_by_cell.values():
         sorted_rows = sorted(cell_rows, key=lambda row: row.repeat)
         groups.append(sorted_rows)
@@ -535,5 +535,5 @@ def comparisons(rows: Iterable[ResultRow]) -> list[Comparison]:
     return cells
 
 
-def _finished(rows: Sequence[ResultRow]) -> tuple[ResultRow, ...]:
+def _finished(rows: Sequence[Record]) -> tuple[Record, ...]:
     return tuple(row for row in rows if row.failure is None)
