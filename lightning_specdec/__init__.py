@@ -1,6 +1,7 @@
 """Speculative decoding: train a draft with PyTorch Lightning, decode with the same output.
 
-Importing this package loads neither torch nor Lightning. A public name is imported at its first use.
+Importing this package loads neither torch nor Lightning. A public name is imported at its first
+use.
 """
 
 from importlib import import_module

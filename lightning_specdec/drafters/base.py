@@ -98,8 +98,8 @@ class DraftRequest:
         wants_logits: whether the rule needs `Draft.logits`.
         vocab_size: size V of the target's output, which `Draft.probs` and `Draft.logits` must
             have; None for the draft's own.
-        committed: number of committed tokens in each text; None for all. The others are draft tokens
-            of another drafter, which `truncate_row` may remove later.
+        committed: number of committed tokens in each text; None for all. The others are draft
+            tokens of another drafter, which `truncate_row` may remove later.
         calls: runs the drafter's calls, and records them if the session does.
     """
 

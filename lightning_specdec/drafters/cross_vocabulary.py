@@ -397,7 +397,7 @@ class CrossVocabulary(SamplingDrafter):
         # A token beyond the target's vocabulary only pads its output. It has the last entry.
         padding_index = len(self._draft_token_of) - 1
 
-        # `run` calls this once, with an object that draws tokens and keeps what is reported of them.
+        # `run` calls this once, with an object that draws tokens and records them for the draft.
         def draw_tokens(drawn: DraftSampler) -> None:
             def choose(logits: Float[Tensor, "B W"], step: int) -> Int[Tensor, "B"]:
                 target_tokens = drawn.draw(self.to_target(logits, request))

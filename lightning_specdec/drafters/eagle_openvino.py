@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 ROLLED = 5
 """Most draft tokens of a call that chooses them itself. Each costs half of one that the host
-chooses (docs/log/2026-11.md)."""
+chooses (docs/log/2026-11.md, 26 November)."""
 QUANTIZATION: str | None = "int8"
-"""Of the weights. Reading them is most of a draft token's cost (docs/log/2026-11.md), and rounding them
-changes no output."""
+"""Quantization of the weights. Reading them is most of a draft token's cost (docs/log/2026-11.md),
+and rounding them changes no output."""
 
 
 class _Join(nn.Module):

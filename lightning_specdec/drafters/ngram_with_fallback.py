@@ -27,7 +27,7 @@ from lightning_specdec.rules import Draft, Sampling
 class FallbackSettings(NGramSettings):
     """Settings of `NGramWithFallback`: those of its lookup."""
 
-    # The continuation of a single token is right less often than a trained draft (docs/log/2026-11.md).
+    # The continuation of a single token is right less often than a trained draft (see the log).
     min_ngram: int = setting(2, "shortest suffix to look up", minimum=1)
     min_confidence: float | None = setting(
         None, "that of the trained draft; default: its own", minimum=0, maximum=1

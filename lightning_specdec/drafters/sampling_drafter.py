@@ -187,7 +187,7 @@ class SamplingDrafter(Drafter, ABC):
         request: DraftRequest,
         sampling: Sampling,
     ) -> Outputs:
-        """Have a model read tokens and draft one token after the other. Returns `DraftSampler.outputs`."""
+        """Have a model read tokens and draft one by one. Returns `DraftSampler.outputs`."""
         scores_fewer_tokens = (request.vocab_size or 0) > model.vocab_size
 
         def call(drawn: DraftSampler) -> None:
@@ -222,7 +222,8 @@ class SamplingDrafter(Drafter, ABC):
             head: computes logits from their output; the model's own when None.
 
         Returns:
-            `DraftSampler.outputs` and the outputs of the layers; None if the call cannot be recorded.
+            `DraftSampler.outputs` and the outputs of the layers; None if the call cannot be
+                recorded.
         """
         inputs = request.calls.inputs
         if tokens is None or inputs is None or self._draft_sampling(sampling).processors:

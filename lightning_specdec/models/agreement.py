@@ -39,8 +39,8 @@ PROMPT_LENGTH = 12
 NUM_COMPARED = 4
 """Tokens that are read in one call, a few at a time, and one by one."""
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
-"""Largest difference that rounding explains, as a fraction of the range of the logits (docs/log/2026-11.md,
-27 November 2026)."""
+"""Largest difference that rounding explains, as a fraction of the range of the logits
+(docs/log/2026-11.md, 27 November)."""
 
 log = logging.getLogger(__name__)
 
