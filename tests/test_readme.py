@@ -39,7 +39,7 @@ Calls of other engines are not run here.
 
 def programs() -> dict[str, str]:
     """The code of each block of Python in the pages, by its title."""
-    titled_programs = {}
+    titled_programs: dict[str, str] = {}
     for path in PAGES_TO_RUN:
         for code in PYTHON_BLOCK.findall(path.read_text()):
             titled_programs[f"{path.name}, block {len(titled_programs)}"] = code
