@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_specdec.config.terminal import one_line
 
-_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "README.md")
 _WEIGHT_FILES = ("model*.safetensors", "model*.safetensors.index.json")
 
 log = logging.getLogger(__name__)
