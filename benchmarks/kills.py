@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import markdown
+from record_tables import markdown_table
 
 from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.checkpoints import archive
@@ -124,7 +124,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: what each recipe's kills lost, and how many runs ended as the uninterrupted one."""
     names = ("recipe", "steps", "kills", "most_seconds_since_checkpoint", "runs", "same_weights")
     heads = ("Recipe", "Steps of a run", "Kills", "Longest time lost, s", "Runs", "Same weights")
-    return markdown(heads, [[str(row[name]) for name in names] for row in rows])
+    return markdown_table(heads, [[str(row[name]) for name in names] for row in rows])
 
 
 def main() -> None:
