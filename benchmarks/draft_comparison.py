@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record_tables import markdown_table
 from spec_bench import check_same, load, mixed
 
 from lightning_specdec import SpeculativeDecoder, checkpoints
@@ -405,33 +406,48 @@ def row_of(cell: Comparison) -> dict[str, Any]:
 
 def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
     """One line per draft with lookup first, as a Markdown table."""
-    lines = [
-        "| Draft | Minutes | Steps | Held out: first, second, third, fourth draft token | Window | Rounds that keep 1, "
-        "2, 3, 4 | Block efficiency | Drafting a round, ms | walltime_speedup |",
-        "|---|---|---|---|---|---|---|---|---|",
+    headings = (
+        "Draft",
+        "Minutes",
+        "Steps",
+        "Held out: first, second, third, fourth draft token",
+        "Window",
+        "Rounds that keep 1, 2, 3, 4",
+        "Block efficiency",
+        "Drafting a round, ms",
+        "walltime_speedup",
+    )
+    rows = []
+    for name, draft in drafts.items():
+        reported = draft["reported"]
+        kept_by_position = [f"{rate:.2f}" for rate in reported["kept_by_position"][:4]]
+        low = reported["walltime_speedup_low"]
+        high = reported["walltime_speedup_high"]
+        rows.append(
+            (
+                name if name == LOOKUP else f"{LOOKUP} + {name}",
+                *_training_cells(draft["training"]),
+                str(reported["num_draft_tokens"]),
+                " ".join(kept_by_position),
+                f"{reported['block_efficiency']:.2f}",
+                f"{1000 * reported['draft_seconds']:.1f}",
+                f"{reported['walltime_speedup']:.2f} [{low:.2f}, {high:.2f}]",
+            )
+        )
+    return markdown_table(headings, rows)
+
+
+def _training_cells(training: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """Minutes, steps, and held-out acceptance by position; "-" for a draft that was not trained here."""
+    if not training:
+        return "-", "-", "-"
+    final_metrics = training["curve"][-1]
+    held_out = [
+        f"{final_metrics[name]:.2f}"
+        for name in sorted(final_metrics)
+        if name.startswith("position_") and "sampling" not in name
     ]
-    for name, each in drafts.items():
-        row, training = each["reported"], each["training"] or {}
-        last = training["curve"][-1] if training else {}
-        held_out = [
-            last[key]
-            for key in sorted(last)
-            if key.startswith("position_") and "sampling" not in key
-        ]
-        interval = f"[{row['walltime_speedup_low']:.2f}, {row['walltime_speedup_high']:.2f}]"
-        cells = [
-            name if name == LOOKUP else f"{LOOKUP} + {name}",
-            f"{training['minutes']:.1f}" if training else "-",
-            str(training["steps"]) if training else "-",
-            " ".join(f"{value:.2f}" for value in held_out) or "-",
-            str(row["num_draft_tokens"]),
-            " ".join(f"{value:.2f}" for value in row["kept_by_position"][:4]),
-            f"{row['block_efficiency']:.2f}",
-            f"{1000 * row['draft_seconds']:.1f}",
-            f"{row['walltime_speedup']:.2f} {interval}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return f"{training['minutes']:.1f}", str(training["steps"]), " ".join(held_out) or "-"
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
     make smollm2
     make peers PROMPTS=question.jsonl
 
-Each engine runs in a separate process (`peers_worker.py`, with the Python of that engine's environment); all processes
-but the active one are stopped. Every method answers the same chat prompts of Spec-Bench, given as tokens: greedily, one
-at a time, with the same threads, end tokens and number of new tokens. Part `tune` tries every candidate of `METHODS` on
-separate prompts; the other parts measure the fastest of each, interleaved by prompt in a random order, with a short
-request that is not measured wherever another process answered before. Rows are appended to a file as they are measured,
-and existing rows are not measured again. Answers that differ from our standard decoding are recorded with the gap
-between the float32 logits there.
+Each engine runs in a separate process (`peers_worker.py`, with the Python of that engine's
+environment); all processes but the active one are stopped. Every method answers the same chat
+prompts of Spec-Bench, given as tokens: greedily, one at a time, with the same threads, end tokens
+and number of new tokens. Part `tune` tries every candidate of `METHODS` on separate prompts; the
+other parts measure the fastest of each, interleaved by prompt in a random order, with a short
+request that is not measured wherever another process answered before. Rows are appended to a file
+as they are measured, and existing rows are not measured again. Answers that differ from our
+standard decoding are recorded with the gap between the float32 logits there.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from peers_methods import CONTEXT, METHODS, Load, Method, Setting, worker_name
+from peers_tables import batches, beside_genai, fastest, own_table, table
 from spec_bench import TASKS
 
 from lightning_specdec.bench.manifest import manifest
@@ -40,121 +43,36 @@ from lightning_specdec.models.loading import load_model
 from lightning_specdec.text.tokenizer import TextTokenizer
 
 Row = dict[str, Any]
-Load = dict[str, Any]
+"""One measurement, one line of the file of rows."""
+Job = tuple[Method, Load, Setting]
+"""A method with the arguments and settings to measure it with."""
+Text = tuple[Any, list[list[int]]]
+"""A label in the rows, and the prompts of one request."""
+
 PARTS = ("tune", "prompts", "temperature", "batch", "context")
-NUM_EACH, NUM_TUNING, LONGEST, CONTEXT = 4, 1, 1024, 4000
-STANDARD = {"drafter": None}
-PIECE, REST = 150, 120
-SECONDS = {"load": 600, "answer": 300}
+NUM_EACH = 4
+"""Prompts of each task that are reported."""
+NUM_TUNING = 1
+"""Prompts of each task that settings are chosen on."""
+LONGEST = 1024
+"""Longest prompt that is used."""
+BATCH_SIZES = (1, 4, 16)
+
+LOAD_SECONDS = 600
+ANSWER_SECONDS = 300
+QUIET_SECONDS = 150
+"""With `--quiet`, how long others are stopped at once."""
+REST_SECONDS = 120
+"""With `--quiet`, how long others run in between."""
+
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-ENVIRONMENT = {
-    "vllm": {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
+VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
 }
-PRECISIONS = {"bfloat16": ("bfloat16", "BF16"), "int8": ("int8", "Q8_0")}
-"""Compute type or weight type of the rows of one table, by the engines' own names."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """One row of the tables: a decoding method of an engine, with its candidate settings.
-
-    Args:
-        loads: candidate arguments for loading the engine.
-        settings: candidate settings of a request.
-    """
-
-    engine: str
-    precision: str
-    decoding: str
-    loads: tuple[Load, ...]
-    settings: tuple[Row, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.engine}/{self.precision}/{self.decoding}"
-
-    def candidates(self) -> list[tuple[Load, Row]]:
-        return list(itertools.product(self.loads, self.settings))
-
-
-def grid(**values: Sequence[Any]) -> tuple[Row, ...]:
-    """All combinations of these values."""
-    return tuple(
-        dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())
-    )
-
-
-def _methods() -> Iterator[Method]:
-    for precision, quantization in (("bfloat16", None), ("int8", "int8")):
-        for backend in ("openvino", "torch"):
-            load = {"backend": backend, "quantization": quantization}
-            ours = f"ours {backend}", precision
-            yield Method(*ours, "standard", (load,), (STANDARD,))
-            lookups = grid(drafter=["NGramDrafter"], num_draft_tokens=[5, "auto"], min_ngram=[2])
-            short = {"min_ngram": [1], "max_ngram": [3], "tokens_per_match": [1, 5]}
-            lookups += grid(drafter=["NGramDrafter"], num_draft_tokens=[5], **short)
-            yield Method(*ours, "lookup", (load,), lookups)
-            after: Row = {"drafter": ["NGramWithFallback"], "min_ngram": [2]}
-            heads = grid(
-                **after,
-                num_draft_tokens=[3, 5],
-                tokens_per_match=[2],
-                min_confidence=[None, 0.05, 0.15],
-            )
-            heads += grid(
-                **after, num_draft_tokens=[5], tokens_per_match=[5], min_confidence=[None, 0.05]
-            )
-            heads += grid(**after, num_draft_tokens=["auto"])
-            yield Method(*ours, "lookup, head", (load,), heads)
-        scheduler: Load = {"cache_size": 1, "enable_prefix_caching": False}
-        whole = {**scheduler, "max_num_batched_tokens": CONTEXT + 200, "dynamic_split_fuse": False}
-        paged: list[Load] = [
-            {"precision": precision, "scheduler": each} for each in (scheduler, whole)
-        ]
-        loads: list[Load] = [{"precision": precision, "ATTENTION_BACKEND": "SDPA"}, *paged]
-        for changed in (
-            {"KV_CACHE_PRECISION": "bf16"},
-            {"KV_CACHE_PRECISION": "u8"},
-            {"ENABLE_CPU_PINNING": False},
-        ):
-            loads.append({**paged[0], **changed})
-        genai = "openvino_genai", precision
-        yield Method(*genai, "standard", tuple(loads), ({},))
-        lookup: Load = {**paged[1], "prompt_lookup": True}
-        yield Method(
-            *genai,
-            "lookup",
-            (lookup,),
-            grid(num_assistant_tokens=[3, 5, 8], max_ngram_size=[2, 3, 4]),
-        )
-        kind = PRECISIONS[precision][1]
-        llama = "llama_cpp", kind
-        flash = grid(precision=[kind], flash_attn=[False, True])
-        yield Method(*llama, "standard", flash, ({},))
-        tried = grid(precision=[kind], flash_attn=[False, True], logits_all=[True])
-        yield Method(
-            *llama, "lookup", tried, grid(num_pred_tokens=[3, 5, 8], max_ngram_size=[2, 3])
-        )
-    attention = grid(attn_implementation=["sdpa", "eager"])
-    yield Method("transformers", "bfloat16", "standard", attention, ({},))
-    lookups = grid(prompt_lookup_num_tokens=[3, 5, 10], max_matching_ngram_size=[2, 3])
-    yield Method("transformers", "bfloat16", "lookup", attention[:1], lookups)
-    yield Method("vllm", "bfloat16", "standard", ({}, {"enforce_eager": True}), ({},))
-    ngrams = [{"num_speculative_tokens": number, "prompt_lookup_max": 3} for number in (3, 5, 8)]
-    tried = tuple(
-        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 2, **each}}
-        for each in ngrams
-    )
-    yield Method("vllm", "bfloat16", "lookup", tried, ({},))
-    yield Method("vllm", "bfloat16", "head", tuple({"head": number} for number in (2, 3, 4)), ({},))
-
-
-METHODS = {method.name: method for method in _methods()}
+TCMALLOC = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
 
 
 @dataclass(frozen=True)
@@ -165,30 +83,42 @@ class Prompt:
 
 
 def choose(
-    rows: Iterable[Row], tokenizer: Any, *, tuning: int = NUM_TUNING
+    questions: Iterable[Row], tokenizer: Any, *, tuning: int = NUM_TUNING
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Reported prompts and tuning prompts: `NUM_EACH` and `tuning` of each task.
 
-    A task's questions of at most `LONGEST` tokens are divided in order into `2 * NUM_EACH` equal parts. The first
-    question of every even part is reported; those of the first odd parts are used for tuning.
+    A task's questions of at most `LONGEST` tokens are divided in order into `2 * NUM_EACH` equal
+    parts. The first question of every even part is reported; those of the first odd parts are used
+    for tuning. Both lists take the tasks in turn.
     """
-    tasks: dict[str, list[Prompt]] = {task: [] for task in (*TASKS, "conversation")}
-    for row in rows:
-        tokens = tokenizer.encode_chat([{"role": "user", "content": row["turns"][0]}])
+    prompts_by_task: dict[str, list[Prompt]] = {task: [] for task in (*TASKS, "conversation")}
+    for question in questions:
+        tokens = tokenizer.encode_chat([{"role": "user", "content": question["turns"][0]}])
         if len(tokens) <= LONGEST:
-            task = row["category"] if row["category"] in TASKS else "conversation"
-            tasks[task].append(Prompt(row["question_id"], task, tokens))
-    parts = 2 * NUM_EACH
-    spread = [[each[i * len(each) // parts] for i in range(parts)] for each in tasks.values()]
-    reported, tuned = (zip(*(each[i::2] for each in spread), strict=True) for i in (0, 1))
-    return [prompt for turn in reported for prompt in turn], [
-        prompt for turn in list(tuned)[:tuning] for prompt in turn
-    ]
+            # The categories of MT-Bench count as one task.
+            category = question["category"]
+            task = category if category in TASKS else "conversation"
+            prompts_by_task[task].append(Prompt(question["question_id"], task, tokens))
+
+    num_parts = 2 * NUM_EACH
+    reported = []
+    tuning_prompts = []
+    for turn in range(NUM_EACH):
+        for prompts in prompts_by_task.values():
+            reported.append(prompts[2 * turn * len(prompts) // num_parts])
+            if turn < tuning:
+                tuning_prompts.append(prompts[(2 * turn + 1) * len(prompts) // num_parts])
+    return reported, tuning_prompts
 
 
 @dataclass
 class Engine:
-    """A worker process, stopped except while it loads or answers."""
+    """A worker process, stopped except while it loads or answers.
+
+    Attributes:
+        versions: packages of the engine's environment.
+        error: why the process cannot answer; None while it can.
+    """
 
     method: Method
     load: Load
@@ -197,53 +127,66 @@ class Engine:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        kind = self.method.engine.split()[0]
-        told = {
-            "engine": kind,
+        name = self.method.engine.split()[0]
+        python = self.options.engines.get(name, sys.executable)
+        arguments = {
+            "engine": name,
             "load": self.load,
             "threads": self.options.threads,
             "files": self.options.files,
         }
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(self.options.threads),
-            "HF_HUB_OFFLINE": "1",
-        }
-        environment |= LARGE_PAGES | ENVIRONMENT.get(kind, {})
-        python = self.options.engines.get(kind, sys.executable)
-        if kind not in ("ours", "transformers"):
+        worker = Path(__file__).with_name("peers_worker.py")
+        log_path = self.options.rows.parent / f"{self.options.rows.stem}.log"
+        self.log = log_path.open("a")
+        # A session of its own, so that a signal reaches the processes that the engine starts.
+        self.process = subprocess.Popen(
+            [python, "-P", str(worker), json.dumps(arguments)],
+            env=self._environment(name, python),
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+        )
+        answer = self._answer(LOAD_SECONDS)
+        self.versions = answer.get("versions", {})
+        self.error = answer.get("error")
+
+    def _environment(self, name: str, python: str) -> dict[str, str]:
+        environment = {**os.environ, **LARGE_PAGES}
+        environment["OMP_NUM_THREADS"] = str(self.options.threads)
+        environment["HF_HUB_OFFLINE"] = "1"
+        if name not in ("ours", "transformers"):
+            # Our packages do not belong in another environment.
             environment.pop("PYTHONPATH", None)
-        if kind == "vllm":
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(
-                map(str, sorted(os.sched_getaffinity(0))[: self.options.threads])
-            )
-            libraries = [Path(python).parent.parent / "lib" / "libiomp5.so", *_TCMALLOC]
+        if name == "vllm":
+            environment.update(VLLM_ENVIRONMENT)
+            cores = sorted(os.sched_getaffinity(0))[: self.options.threads]
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
+            libraries = [Path(python).parent.parent / "lib" / "libiomp5.so", *TCMALLOC]
             environment["LD_PRELOAD"] = ":".join(str(path) for path in libraries if path.exists())
-        words = [python, "-P", str(Path(__file__).with_name("peers_worker.py")), json.dumps(told)]
-        self.log = (self.options.rows.parent / f"{self.options.rows.stem}.log").open("a")
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
-        self.process = subprocess.Popen(words, env=environment, start_new_session=True, **pipes)
-        found = self._answer(SECONDS["load"])
-        self.versions, self.error = found.get("versions", {}), found.get("error")
+        return environment
 
     def ask(self, **request: Any) -> Row:
+        """The answer to a request; `{"error": ...}` if there is none."""
         if self.error is not None:
             return {"error": self.error}
         assert self.process.stdin is not None
         self._signal(signal.SIGCONT)
         self.process.stdin.write((json.dumps(request) + "\n").encode())
         self.process.stdin.flush()
-        return self._answer(SECONDS["answer"])
+        return self._answer(ANSWER_SECONDS)
 
     def _answer(self, seconds: float) -> Row:
+        """Wait for a line, and stop the process again."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         line = self.process.stdout.readline() if ready else b""
         if line:
             self.stop()
-            found: Row = json.loads(line)
-            return found
-        self.error = f"no answer within {seconds} s" if not ready else "the process ended"
+            answer: Row = json.loads(line)
+            return answer
+
+        self.error = "the process ended" if ready else f"no answer within {seconds} s"
         self.close()
         return {"error": self.error}
 
@@ -258,12 +201,10 @@ class Engine:
         """Bytes: the largest resident set of each of its processes, added up."""
         total = 0
         for path in Path("/proc").glob("[0-9]*"):
+            # A process may end while it is read.
             with suppress(OSError, ProcessLookupError):
                 if os.getpgid(int(path.name)) == self.process.pid:
-                    lines = (path / "status").read_text().splitlines()
-                    total += sum(
-                        1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")
-                    )
+                    total += _peak_resident_bytes(path / "status")
         return total
 
     def close(self) -> None:
@@ -272,522 +213,343 @@ class Engine:
         self.log.close()
 
 
-_TCMALLOC = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
+def _peak_resident_bytes(status_path: Path) -> int:
+    """The entry VmHWM, in kB, of a process's status; 0 if it has none."""
+    for line in status_path.read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+class QuietMachine:
+    """Stops other work on a shared machine while something is measured.
+
+    Args:
+        command: a command that prints a line once others are stopped, and ends with its input;
+            None if nothing has to be stopped.
+    """
+
+    def __init__(self, command: str | None) -> None:
+        self.command = command
+        self.process: subprocess.Popen[bytes] | None = None
+        self.quiet_until = 0.0
+        self.resting_until = 0.0
+
+    def begin(self) -> None:
+        """Stop others for `QUIET_SECONDS`, unless they are stopped."""
+        if not self.command:
+            return
+        if self.process is not None and time.monotonic() < self.quiet_until:
+            return
+        self.end()
+        time.sleep(max(0.0, self.resting_until - time.monotonic()))
+        self.process = subprocess.Popen(
+            shlex.split(self.command), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+        self.quiet_until = time.monotonic() + QUIET_SECONDS
+
+    def end(self) -> None:
+        """Let others continue, for the longer the longer they were stopped."""
+        if self.process is None:
+            return
+        self.process.communicate()
+        self.process = None
+        quiet_share = 1 + (time.monotonic() - self.quiet_until) / QUIET_SECONDS
+        self.resting_until = time.monotonic() + quiet_share * REST_SECONDS
 
 
 class Run:
     """Rows of a file, and the measurement of missing rows."""
 
     def __init__(self, options: argparse.Namespace, tokenizer: TextTokenizer) -> None:
-        self.options, self.end = options, sorted(tokenizer.eos)
+        self.options = options
+        self.end = sorted(tokenizer.eos)
         self.rows = read_rows(options.rows)
+        self.measured_keys = {row_key(row) for row in self.rows}
         lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
-        self.prompts, self.tuning = choose(map(json.loads, lines), tokenizer)
-        self.methods = [
-            method
-            for name, method in METHODS.items()
-            if any(word in name for word in options.only)
-            and (
-                method.engine.startswith(("ours", "transformers"))
-                or method.engine in options.engines
-            )
-        ]
-        self.began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.done = {_key(row) for row in self.rows}
-        self.last: Engine | None = None
-        self.hush: subprocess.Popen[bytes] | None = None
-        self.loud = self.rested = 0.0
+        questions = [json.loads(line) for line in lines]
+        self.prompts, self.tuning = choose(questions, tokenizer)
+        self.methods = [method for method in METHODS.values() if self._is_requested(method)]
+        self.start_time = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.quiet_machine = QuietMachine(options.quiet)
+        # The caches are warm for the engine that answered last.
+        self.warm_engine: Engine | None = None
 
-    def measure(
-        self, part: str, engines: dict[str, Engine], jobs: Sequence[tuple[Method, Load, Row]]
-    ) -> None:
-        """What is missing, prompt by prompt."""
-        rows = [row for job in jobs for row in self.missing(part, job)]
-        texts = self.texts(part)
-        for turn, (repeat, (label, prompts)) in enumerate(
-            itertools.product(range(self.options.repeats), texts)
-        ):
-            here = [row for row in rows if row["prompt"] == label and row["repeat"] == repeat]
-            if here:
-                self.quiet()
-            random.Random(turn).shuffle(here)
-            for row in here:
-                self._one(
-                    row,
-                    prompts,
-                    engines[_place(METHODS[row["method"]], row["load"])],
-                    engines.values(),
-                )
-
-    def quiet(self) -> None:
-        """With `--quiet`, measure only while its command runs: for `PIECE` seconds, then not for `REST`."""
-        if not self.options.quiet or self.hush and time.monotonic() < self.loud:
-            return
-        self.end_quiet()
-        time.sleep(max(0.0, self.rested - time.monotonic()))
-        self.hush = subprocess.Popen(
-            shlex.split(self.options.quiet), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    def _is_requested(self, method: Method) -> bool:
+        has_engine = (
+            method.is_ours
+            or method.engine == "transformers"
+            or method.engine in self.options.engines
         )
-        assert self.hush.stdout is not None
-        self.hush.stdout.readline()
-        self.loud = time.monotonic() + PIECE
-
-    def end_quiet(self) -> None:
-        if self.hush:
-            self.hush.communicate()
-            share = 1 + (time.monotonic() - self.loud) / PIECE
-            self.hush, self.rested = None, time.monotonic() + share * REST
-
-    def _one(
-        self, row: Row, prompts: list[list[int]], engine: Engine, engines: Iterable[Engine]
-    ) -> None:
-        for each in engines:
-            each.stop()
-        if engine is not self.last:  # the caches are another process's
-            self.warm_up(engine, row["setting"])
-            self.last = engine
-        request = {
-            "prompts": prompts,
-            "setting": row["setting"],
-            "num_tokens": self.options.max_new_tokens,
-        }
-        found = engine.ask(**request, end=self.end)
-        self.add({**row, "num_prompt_tokens": sum(map(len, prompts)), **found})
-
-    def warm_up(self, engine: Engine, setting: Row) -> None:
-        """A short request that is not measured."""
-        engine.ask(
-            prompts=[self.tuning[0].tokens[-32:]], setting=setting, num_tokens=24, end=self.end
-        )
-
-    def add(self, row: Row) -> None:
-        row["run"] = self.began
-        self.rows.append(row)
-        self.done.add(_key(row))
-        with self.options.rows.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        speed = (
-            f"{row['num_tokens'] / row['seconds']:.1f} tokens/s"
-            if "seconds" in row
-            else row.get("error")
-        )
-        setting = json.dumps({**row["load"], **row["setting"]}) if row["part"] == "tune" else ""
-        print(
-            f"{row['part']} {row['repeat']} {row['prompt']} {row['method']} {setting}: {speed}",
-            flush=True,
-        )
-
-    def texts(self, part: str) -> list[tuple[Any, list[list[int]]]]:
-        if part == "tune":
-            return [(prompt.id, [prompt.tokens]) for prompt in self.tuning]
-        if part == "batch":
-            return [
-                (f"first {size}", [each.tokens for each in self.prompts[:size]])
-                for size in (1, 4, 16)
-            ]
-        if part == "context":
-            text = [token for prompt in reversed(self.prompts) for token in prompt.tokens]
-            return [(f"last {CONTEXT} tokens of all", [text[-CONTEXT:]])]
-        return [(prompt.id, [prompt.tokens]) for prompt in self.prompts]
-
-    def jobs(self, part: str) -> list[tuple[Method, Load, Row]]:
-        """What a part measures: all candidates, or the fastest of each method."""
-        if part == "tune":
-            several = [method for method in self.methods if len(method.candidates()) > 1]
-            return [(method, *each) for method in several for each in method.candidates()]
-        chosen = [(method, *best(self.rows, method)) for method in self.methods]
-        if part == "temperature":
-            ours = [each for each in chosen if each[0].engine.startswith("ours")]
-            chosen = [
-                (method, load, {**setting, "temperature": 1.0}) for method, load, setting in ours
-            ]
-        if part == "batch":
-            chosen = [
-                each for each in chosen if each[0].engine != "llama_cpp"
-            ]  # this method takes one prompt
-        return chosen
+        return has_engine and any(word in method.name for word in self.options.only)
 
     def go(self, part: str) -> None:
         """Measure a part, all its engines loaded at once; while tuning, those of one method."""
         jobs = [job for job in self.jobs(part) if self.missing(part, job)]
-        names = list(dict.fromkeys(method.name for method, _, _ in jobs))
-        for chosen in [[name] for name in names] if part == "tune" else [names]:
-            mine = [job for job in jobs if job[0].name in chosen]
-            engines: dict[str, Engine] = {}
-            try:
-                for method, load, setting in mine:
-                    place = _place(method, load)
-                    if place not in engines:
-                        print(f"loading {method.engine} {load}", flush=True)
-                        engines[place] = Engine(method, dict(load), self.options)
-                        self.add_versions(method, engines[place])
-                    self.warm_up(engines[place], setting)
-                self.measure(part, engines, mine)
-            finally:
-                self.end_quiet()
-                for place, engine in engines.items():
-                    if part != "tune" and engine.error is None:
-                        row = {
-                            "part": "memory",
-                            "method": place,
-                            "load": {},
-                            "setting": {},
-                            "prompt": part,
-                        }
-                        self.add({**row, "repeat": 0, "peak_bytes": engine.peak_memory()})
-                    engine.close()
+        if part != "tune":
+            self._measure_jobs(part, jobs)
+            return
+        for name in dict.fromkeys(method.name for method, _, _ in jobs):
+            self._measure_jobs(part, [job for job in jobs if job[0].name == name])
 
-    def missing(self, part: str, job: tuple[Method, Load, Row]) -> list[Row]:
-        """What a part has to measure yet of a job: rows without figures."""
-        method, load, setting = job
-        known = {"part": part, "method": method.name, "load": load, "setting": setting}
-        repeats = range(1 if part == "tune" else self.options.repeats)
-        rows = [
-            {**known, "prompt": label, "repeat": i}
-            for i in repeats
-            for label, _ in self.texts(part)
-        ]
-        return [row for row in rows if _key(row) not in self.done]
+    def _measure_jobs(self, part: str, jobs: Sequence[Job]) -> None:
+        """Load the engines of these jobs, measure what is missing, and record their memory."""
+        engines: dict[str, Engine] = {}
+        try:
+            for method, load, setting in jobs:
+                worker = worker_name(method.engine, load)
+                if worker not in engines:
+                    print(f"loading {method.engine} {load}", flush=True)
+                    engines[worker] = Engine(method, dict(load), self.options)
+                    self.add_versions(method, engines[worker])
+                self.warm_up(engines[worker], setting)
+            self.measure(part, engines, jobs)
+        finally:
+            self.quiet_machine.end()
+            for worker, engine in engines.items():
+                if part != "tune" and engine.error is None:
+                    row = _row_without_settings("memory", worker, part)
+                    self.add({**row, "peak_bytes": engine.peak_memory()})
+                engine.close()
+
+    def measure(self, part: str, engines: dict[str, Engine], jobs: Sequence[Job]) -> None:
+        """Measure what is missing, prompt by prompt, the methods in random order."""
+        rows = [row for job in jobs for row in self.missing(part, job)]
+        turns = itertools.product(range(self.options.repeats), self.texts(part))
+        for turn, (repeat, (label, prompts)) in enumerate(turns):
+            turn_rows = [row for row in rows if row["prompt"] == label and row["repeat"] == repeat]
+            if turn_rows:
+                self.quiet_machine.begin()
+            random.Random(turn).shuffle(turn_rows)
+            for row in turn_rows:
+                worker = worker_name(METHODS[row["method"]].engine, row["load"])
+                for engine in engines.values():
+                    engine.stop()
+                self._measure_row(row, prompts, engines[worker])
+
+    def _measure_row(self, row: Row, prompts: list[list[int]], engine: Engine) -> None:
+        if engine is not self.warm_engine:
+            self.warm_up(engine, row["setting"])
+            self.warm_engine = engine
+        answer = engine.ask(
+            prompts=prompts,
+            setting=row["setting"],
+            num_tokens=self.options.max_new_tokens,
+            end=self.end,
+        )
+        num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self.add({**row, "num_prompt_tokens": num_prompt_tokens, **answer})
+
+    def warm_up(self, engine: Engine, setting: Setting) -> None:
+        """A short request that is not measured."""
+        prompt = self.tuning[0].tokens[-32:]
+        engine.ask(prompts=[prompt], setting=setting, num_tokens=24, end=self.end)
+
+    def add(self, row: Row) -> None:
+        """Append a row to the file, and print it."""
+        row["run"] = self.start_time
+        self.rows.append(row)
+        self.measured_keys.add(row_key(row))
+        with self.options.rows.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+        result = row.get("error")
+        if "seconds" in row:
+            result = f"{row['num_tokens'] / row['seconds']:.1f} tokens/s"
+        settings = ""
+        if row["part"] == "tune":
+            settings = json.dumps({**row["load"], **row["setting"]})
+        print(
+            f"{row['part']} {row['repeat']} {row['prompt']} {row['method']} {settings}: {result}",
+            flush=True,
+        )
 
     def add_versions(self, method: Method, engine: Engine) -> None:
-        row = {
-            "part": "versions",
-            "method": method.engine,
-            "load": {},
-            "setting": {},
-            "prompt": 0,
-            "repeat": 0,
-        }
-        if _key(row) not in self.done:
+        row = _row_without_settings("versions", method.engine, 0)
+        if row_key(row) not in self.measured_keys:
             self.add({**row, "versions": engine.versions})
 
+    def texts(self, part: str) -> list[Text]:
+        """What the requests of a part ask, by label."""
+        if part == "tune":
+            return [(prompt.id, [prompt.tokens]) for prompt in self.tuning]
+        if part == "batch":
+            all_tokens = [prompt.tokens for prompt in self.prompts]
+            return [(f"first {size}", all_tokens[:size]) for size in BATCH_SIZES]
+        if part == "context":
+            joined: list[int] = []
+            for prompt in reversed(self.prompts):
+                joined += prompt.tokens
+            return [(f"last {CONTEXT} tokens of all", [joined[-CONTEXT:]])]
+        return [(prompt.id, [prompt.tokens]) for prompt in self.prompts]
 
-def _key(row: Row) -> tuple[Any, ...]:
-    plain = [json.dumps(row[name], sort_keys=True) for name in ("load", "setting")]
-    return row["part"], row["method"], *plain, row.get("prompt"), row.get("repeat")
+    def jobs(self, part: str) -> list[Job]:
+        """What a part measures: all candidates, or the fastest of each method."""
+        jobs: list[Job] = []
+        for method in self.methods:
+            if part == "tune":
+                candidates = method.candidates()
+                if len(candidates) > 1:
+                    jobs += [(method, load, setting) for load, setting in candidates]
+                continue
+
+            load, setting = best(self.rows, method)
+            if part == "temperature":
+                if not method.is_ours:
+                    continue
+                setting = {**setting, "temperature": 1.0}
+            if part == "batch" and method.engine == "llama_cpp":
+                # llama.cpp's Python package decodes one prompt at a time.
+                continue
+            jobs.append((method, load, setting))
+        return jobs
+
+    def missing(self, part: str, job: Job) -> list[Row]:
+        """What a part has to measure yet of a job: rows without figures."""
+        method, load, setting = job
+        num_repeats = 1 if part == "tune" else self.options.repeats
+        rows = []
+        for repeat in range(num_repeats):
+            for label, _ in self.texts(part):
+                row = {
+                    "part": part,
+                    "method": method.name,
+                    "load": load,
+                    "setting": setting,
+                    "prompt": label,
+                    "repeat": repeat,
+                }
+                if row_key(row) not in self.measured_keys:
+                    rows.append(row)
+        return rows
 
 
-def _place(method: Method, load: Load) -> str:
-    """Worker of a method."""
-    return f"{method.engine} {json.dumps(load, sort_keys=True)}"
-
-
-def read_rows(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def best(rows: Sequence[Row], method: Method) -> tuple[Load, Row]:
-    """Candidate with the most tokens per second in tuning; the only one, or the first, without tuning."""
-    speeds = []
-    for load, setting in method.candidates():
-        key = _key({"part": "tune", "method": method.name, "load": load, "setting": setting})[:4]
-        mine = [row for row in rows if _key(row)[:4] == key]
-        if mine and all("seconds" in row for row in mine):
-            seconds = sum(row["seconds"] for row in mine)
-            speeds.append((sum(row["num_tokens"] for row in mine) / seconds, load, setting))
-    return max(speeds, key=lambda each: each[0])[1:] if speeds else method.candidates()[0]
-
-
-Cells = dict[Any, dict[str, float]]
-Line = tuple[str, ...]
-"""Medians over repeats by prompt: `seconds`, `first`, `num_tokens`, `calls`."""
-
-
-def cells(rows: Iterable[Row], part: str, method: str) -> Cells:
-    found: dict[Any, list[Row]] = {}
-    for row in rows:
-        if row["part"] == part and row["method"] == method and "seconds" in row:
-            found.setdefault(row["prompt"], []).append(row)
+def _row_without_settings(part: str, method: str, prompt: Any) -> Row:
+    """A row that describes a process instead of a request."""
     return {
-        prompt: {
-            name: _median([row[name] or 0.0 for row in each])
-            for name in ("seconds", "first", "num_tokens", "calls")
-        }
-        for prompt, each in found.items()
+        "part": part,
+        "method": method,
+        "load": {},
+        "setting": {},
+        "prompt": prompt,
+        "repeat": 0,
     }
 
 
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+def job_key(row: Row) -> tuple[Any, ...]:
+    """What distinguishes the jobs of all parts."""
+    load = json.dumps(row["load"], sort_keys=True)
+    setting = json.dumps(row["setting"], sort_keys=True)
+    return row["part"], row["method"], load, setting
 
 
-def speed(cells: Iterable[dict[str, float]]) -> float:
-    """Tokens per second, including the time to read the prompt."""
-    listed = list(cells)
-    return sum(cell["num_tokens"] for cell in listed) / sum(cell["seconds"] for cell in listed)
+def row_key(row: Row) -> tuple[Any, ...]:
+    """What distinguishes rows: the same key is not measured twice."""
+    return *job_key(row), row.get("prompt"), row.get("repeat")
 
 
-def ratio(top: Cells, bottom: Cells, *, draws: int = 2000) -> tuple[float, float, float]:
-    """Ratio of two methods' speeds over the prompts that both answered, with its 95% bootstrap interval."""
-    common, generator = [prompt for prompt in top if prompt in bottom], random.Random(0)
+def read_rows(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
-    def of(prompts: Sequence[Any]) -> float:
-        return speed(top[prompt] for prompt in prompts) / speed(
-            bottom[prompt] for prompt in prompts
-        )
 
-    drawn = sorted(of(generator.choices(common, k=len(common))) for _ in range(draws))
-    return of(common), drawn[int(0.025 * draws)], drawn[int(0.975 * draws) - 1]
+def best(rows: Sequence[Row], method: Method) -> tuple[Load, Setting]:
+    """Candidate with the most tokens per second in tuning; without tuning the first one."""
+    candidates = method.candidates()
+    best_candidate = candidates[0]
+    best_speed = 0.0
+    for load, setting in candidates:
+        job = {"part": "tune", "method": method.name, "load": load, "setting": setting}
+        job_rows = [row for row in rows if job_key(row) == job_key(job)]
+        if not job_rows or any("seconds" not in row for row in job_rows):
+            continue
+        seconds = sum(row["seconds"] for row in job_rows)
+        speed = sum(row["num_tokens"] for row in job_rows) / seconds
+        if speed > best_speed:
+            best_speed = speed
+            best_candidate = (load, setting)
+    return best_candidate
 
 
 def with_differences(rows: Sequence[Row], gap: Callable[..., float]) -> list[Row]:
     """Rows without tokens; rows that differ from our standard decoding are marked.
 
-    `differs` is the first position at which an answer differs from ours of the same part, prompt and precision (None if
-    there is none); `gap` is `gap(prompt, answer so far, our token, its token)`; -1 is the end of an answer.
+    `differs` is the first position at which an answer differs from ours of the same part, prompt
+    and precision (None if there is none).
+
+    Args:
+        gap: called with the prompt, the answer so far, our token, and the other one; -1 is the end
+            of an answer. Returns the gap between the two tokens' logits.
     """
-    ours = {
-        (row["part"], row["prompt"], METHODS[row["method"]].precision): row["tokens"][0]
-        for row in rows
-        if row["method"] in METHODS
-        and row["method"] == _standard(METHODS[row["method"]])
-        and "tokens" in row
-    }
-    written = []
+    our_answers = {}
     for row in rows:
-        plain = {name: value for name, value in row.items() if name != "tokens"}
-        if row["part"] in ("prompts", "context") and "tokens" in row:
-            wanted = ours.get((row["part"], row["prompt"], _ours(METHODS[row["method"]].precision)))
-            if wanted is not None:
-                place = plain["differs"] = first_difference(wanted, row["tokens"][0])
-                if place is not None:
-                    pair = [
-                        each[place] if place < len(each) else -1
-                        for each in (wanted, row["tokens"][0])
-                    ]
-                    plain["gap"] = gap(row["prompt"], wanted[:place], *pair)
-        written.append(plain)
-    return written
+        method = METHODS.get(row["method"])
+        if method is not None and method.name == method.our_standard and "tokens" in row:
+            our_answers[row["part"], row["prompt"], method.our_precision] = row["tokens"][0]
+
+    marked_rows = []
+    for row in rows:
+        marked_row = {name: value for name, value in row.items() if name != "tokens"}
+        marked_rows.append(marked_row)
+        if row["part"] not in ("prompts", "context") or "tokens" not in row:
+            continue
+        precision = METHODS[row["method"]].our_precision
+        our_answer = our_answers.get((row["part"], row["prompt"], precision))
+        if our_answer is None:
+            continue
+        answer = row["tokens"][0]
+        position = first_difference(our_answer, answer)
+        marked_row["differs"] = position
+        if position is not None:
+            our_token = _token_at(our_answer, position)
+            token = _token_at(answer, position)
+            marked_row["gap"] = gap(row["prompt"], our_answer[:position], our_token, token)
+    return marked_rows
 
 
-def gaps(run: Run) -> Callable[..., float]:
-    """Absolute gap between two tokens' float32 logits after a prompt and the answer so far."""
-    model, end = load_model(run.options.model, dtype="float32"), run.end[0]
-    prompts = {label: each[0] for part in ("prompts", "context") for label, each in run.texts(part)}
-    known: dict[Any, torch.Tensor] = {}
+def _token_at(answer: Sequence[int], position: int) -> int:
+    """The token at a position; -1 if the answer ends there."""
+    return answer[position] if position < len(answer) else -1
+
+
+def first_difference(answer: Sequence[int], other_answer: Sequence[int]) -> int | None:
+    """First position at which two answers differ; None if they are equal."""
+    pairs = itertools.zip_longest(answer, other_answer)
+    for position, (token, other_token) in enumerate(pairs):
+        if token != other_token:
+            return position
+    return None
+
+
+class LogitGaps:
+    """Absolute gaps between two tokens' float32 logits after a prompt and the answer so far."""
+
+    def __init__(self, run: Run) -> None:
+        self.model = load_model(run.options.model, dtype="float32")
+        self.end = run.end[0]
+        self.prompts: dict[Any, list[int]] = {}
+        for part in ("prompts", "context"):
+            for label, prompts in run.texts(part):
+                self.prompts[label] = prompts[0]
+        self._logits: dict[Any, torch.Tensor] = {}
 
     @torch.inference_mode()
-    def gap(label: Any, answer: list[int], *pair: int) -> float:
-        tokens = prompts[label] + answer
+    def __call__(self, label: Any, answer: list[int], our_token: int, token: int) -> float:
+        # Methods often differ at the same position. The last tokens distinguish the answers.
         key = label, len(answer), *answer[-8:]
-        if key not in known:
-            logits = model(torch.tensor([tokens]), logits_for=slice(-1, None)).logits
-            known[key] = logits.flatten()
-        one, other = (known[key][end if token < 0 else token].item() for token in pair)
-        return round(abs(one - other), 4)
+        if key not in self._logits:
+            tokens = torch.tensor([self.prompts[label] + answer])
+            logits = self.model(tokens, logits_for=slice(-1, None)).logits
+            self._logits[key] = logits.flatten()
+        our_logit = self._logit(key, our_token)
+        return round(abs(our_logit - self._logit(key, token)), 4)
 
-    return gap
-
-
-def first_difference(wanted: Sequence[int], got: Sequence[int]) -> int | None:
-    """First position at which two answers differ; None if they are equal."""
-    places = (i for i, (a, b) in enumerate(itertools.zip_longest(wanted, got)) if a != b)
-    return next(places, None)
-
-
-def _ours(precision: str) -> str:
-    return next(name for name, each in PRECISIONS.items() if precision in each)
-
-
-def _standard(method: Method) -> str:
-    return f"ours openvino/{_ours(method.precision)}/standard"
-
-
-def table(rows: Sequence[Row], part: str = "prompts") -> str:
-    """Speed of each method, fastest first, as a Markdown table; ratios are to our standard decoding in OpenVINO."""
-    heads: Line = (
-        "Engine",
-        "Type",
-        "Method",
-        "tokens/s",
-        "after the first",
-        "tokens a call",
-        "first token, ms",
-    )
-    heads += (
-        "beside our standard (95% interval)",
-        "answers that differ (widest gap)",
-        "memory, MB",
-    )
-    lines: list[tuple[float, Line]] = []
-    for method in METHODS.values():
-        mine, standard = cells(rows, part, method.name), cells(rows, part, _standard(method))
-        name = method.engine.replace("_", " "), method.precision, method.decoding
-        if not mine:
-            failed = [
-                row["error"] for row in rows if row["method"] == method.name and "error" in row
-            ]
-            if failed and part == "prompts":
-                lines.append((0.0, (*name, f"fails: {failed[-1]}", *["-"] * (len(heads) - 4))))
-            continue
-        number, calls = (
-            sum(cell[name] for cell in mine.values()) for name in ("num_tokens", "calls")
-        )
-        later = sum(cell["seconds"] - cell["first"] for cell in mine.values())
-        shown = "-"
-        if standard and set(standard) & set(mine):
-            value, low, high = ratio(mine, standard)
-            shown = f"{value:.2f}" + (f" ({low:.2f} to {high:.2f})" if len(mine) > 1 else "")
-        first = f"{1000 * _median([cell['first'] for cell in mine.values()]):.0f}"
-        figures: Line = (
-            f"{speed(mine.values()):.1f}",
-            f"{(number - len(mine)) / later:.1f}",
-            f"{number / calls:.2f}",
-            first,
-        )
-        figures += (shown, _differing(rows, part, method.name), _memory(rows, part, method))
-        lines.append((speed(mine.values()), (*name, *figures)))
-    lines.sort(key=lambda line: -line[0])
-    return markdown(heads, [line for _, line in lines])
-
-
-def _differing(rows: Sequence[Row], part: str, method: str) -> str:
-    """Number of answers that differ, number of prompts, and the widest logit gap."""
-    mine = [
-        row for row in rows if row["part"] == part and row["method"] == method and "differs" in row
-    ]
-    other = {row["prompt"] for row in mine if row["differs"] is not None}
-    widest = f" ({max(row.get('gap', 0.0) for row in mine):.2f})" if other else ""
-    return f"{len(other)} of {len({row['prompt'] for row in mine})}{widest}" if mine else "-"
-
-
-def _memory(rows: Sequence[Row], part: str, method: Method) -> str:
-    """Peak memory of a method's process; one of our processes serves all methods of its backend and type."""
-    loads = [row["load"] for row in rows if row["part"] == part and row["method"] == method.name]
-    places = {_place(method, load) for load in loads}
-    found = [
-        row["peak_bytes"]
-        for row in rows
-        if (row["part"], row["prompt"]) == ("memory", part) and row["method"] in places
-    ]
-    return f"{max(found) / 1e6:.0f}" if found else "-"
-
-
-def fastest(rows: Sequence[Row]) -> str:
-    """Tokens per second of each engine's standard decoding and fastest drafting."""
-    kinds: dict[tuple[str, str], dict[str, tuple[float, int]]] = {}
-    for method in METHODS.values():
-        if mine := cells(rows, "prompts", method.name):
-            engine = kinds.setdefault((method.engine.replace("_", " "), method.precision), {})
-            engine[method.decoding] = speed(mine.values()), len(mine)
-    lines: list[tuple[float, Line]] = []
-    for name, found in kinds.items():
-        drafting = max(
-            (kind for kind in found if kind != "standard"),
-            key=lambda kind: found[kind],
-            default=None,
-        )
-        plain = f"{found['standard'][0]:.1f}" if "standard" in found else "-"
-        best = f"{found[drafting][0]:.1f} ({drafting})" if drafting else "-"
-        numbers = {number for _, number in found.values()}
-        lines.append((max(found.values())[0], (*name, plain, best, str(min(numbers)))))
-    lines.sort(key=lambda line: -line[0])
-    heads = ("Engine", "Type", "standard, tokens/s", "with its best drafting", "prompts")
-    return markdown(heads, [line for _, line in lines])
-
-
-def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(each)} |" for each in (heads, ["---"] * len(heads), *lines))
-
-
-def batches(rows: Sequence[Row]) -> str:
-    """Tokens per second of a whole batch, by batch size."""
-    sizes = list(dict.fromkeys(row["prompt"] for row in rows if row["part"] == "batch"))
-    lines = []
-    for method in METHODS.values():
-        if mine := cells(rows, "batch", method.name):
-            speeds = [f"{speed([mine[size]]):.1f}" if size in mine else "-" for size in sizes]
-            lines.append(
-                (method.engine.replace("_", " "), method.precision, method.decoding, *speeds)
-            )
-    return markdown(("Engine", "Type", "Method", *(f"{size}, tokens/s" for size in sizes)), lines)
-
-
-def own_table(rows: Sequence[Row]) -> str:
-    """Our methods by backend: speed at temperature 1 over standard decoding, time outside the models, rounds."""
-    heads: Line = (
-        "Backend",
-        "Type",
-        "Method",
-        "temperature 1, tokens/s",
-        "beside standard there (95% interval)",
-    )
-    heads += ("outside the models, ms a round",)
-    lines = []
-    for method in METHODS.values():
-        if not method.engine.startswith("ours") or not cells(rows, "prompts", method.name):
-            continue
-        drawn = cells(rows, "temperature", method.name)
-        standard = cells(rows, "temperature", f"{method.engine}/{method.precision}/standard")
-        shown = (
-            "{:.2f} ({:.2f} to {:.2f})".format(*ratio(drawn, standard))
-            if drawn and standard
-            else "-"
-        )
-        figures = (
-            f"{speed(drawn.values()):.1f}" if drawn else "-",
-            shown,
-            f"{milliseconds_outside(rows, method.name):.2f}",
-        )
-        lines.append(
-            (method.engine.removeprefix("ours "), method.precision, method.decoding, *figures)
-        )
-    return markdown(heads, lines)
-
-
-def milliseconds_outside(rows: Iterable[Row], method: str) -> float:
-    """Milliseconds of acceptance and bookkeeping in our greedy rounds at batch 1."""
-    mine = [
-        row
-        for row in rows
-        if row["part"] == "prompts" and row["method"] == method and "phases" in row
-    ]
-    outside = sum(row["phases"]["accept"] + row["phases"]["rest"] for row in mine)
-    return 1000 * outside / sum(row["calls"] for row in mine) if mine else float("nan")
-
-
-def beside_genai(rows: Sequence[Row]) -> str:
-    """Ratios of our speed and of our time to the first token over OpenVINO GenAI's."""
-    lines = []
-    for precision in PRECISIONS:
-        found = {
-            kind: {
-                name: cells(rows, "prompts", name)
-                for name in METHODS
-                if name.startswith(f"{kind}/{precision}/")
-            }
-            for kind in ("ours openvino", "openvino_genai")
-        }
-        ours, theirs = (
-            {name.split("/")[-1]: mine for name, mine in each.items() if mine}
-            for each in found.values()
-        )
-        drafting = [name for name in ours if name != "standard"]
-        if "standard" not in ours or "standard" not in theirs:
-            continue
-        lines.append(
-            (precision, "standard over standard", ratio(ours["standard"], theirs["standard"]))
-        )
-        if drafting and "lookup" in theirs:
-            best = max(drafting, key=lambda name: speed(ours[name].values()))
-            lines.append((precision, f"{best} over lookup", ratio(ours[best], theirs["lookup"])))
-        first = [
-            {
-                prompt: {"num_tokens": 1.0, "seconds": cell["first"]}
-                for prompt, cell in mine["standard"].items()
-            }
-            for mine in (theirs, ours)
-        ]
-        lines.append((precision, "seconds to the first token, standard", ratio(*first)))
-    heads = ("Type", "Ours over OpenVINO GenAI's", "Ratio", "95% interval")
-    return markdown(
-        heads,
-        [
-            (kind, what, f"{value:.2f}", f"{low:.2f} to {high:.2f}")
-            for kind, what, (value, low, high) in lines
-        ],
-    )
+    def _logit(self, key: Any, token: int) -> float:
+        index = self.end if token < 0 else token
+        return self._logits[key][index].item()
 
 
 def main() -> None:
@@ -815,65 +577,69 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument(
         "--quiet",
-        help="on a shared machine: a command that prints a line once others are stopped, and ends with its input; "
-        f"it runs while something is measured, at most {PIECE} seconds at once",
+        help="on a shared machine: a command that prints a line once others are stopped, and ends "
+        f"with its input; it runs while something is measured, at most {QUIET_SECONDS} seconds at "
+        "once",
     )
     options = parser.parse_args()
-    options.engines = dict(each.split("=", 1) for each in options.engine)
-    options.files = {
-        "model": options.model,
-        "head": options.head,
-        "eagle3": str(options.converted / "eagle3"),
-    }
-    options.files |= {
-        f"genai_{name}": str(options.converted / f"genai_{name}") for name in ("bfloat16", "int8")
-    }
-    options.files |= {
-        f"gguf_{name}": str(options.converted / f"smollm2-{name}.gguf") for name in ("BF16", "Q8_0")
-    }
+    options.engines = dict(argument.split("=", 1) for argument in options.engine)
+    options.files = model_files(options)
     options.rows.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # ends the workers too, which may be stopped
+    # The exit also ends the workers, which may be stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
     run = Run(options, TextTokenizer.load(options.model))
     for part in options.parts:
         run.go(part)
-    print(
-        *(each(run.rows) for each in (table, fastest, beside_genai, batches, own_table)), sep="\n\n"
-    )
+    tables = [
+        make_table(run.rows) for make_table in (table, fastest, beside_genai, batches, own_table)
+    ]
+    print("\n\n".join(tables))
     if options.output:
         write(options, run)
 
 
+def model_files(options: argparse.Namespace) -> dict[str, str]:
+    """The model in every engine's format, by the names that the worker knows."""
+    converted: Path = options.converted
+    return {
+        "model": options.model,
+        "head": options.head,
+        "eagle3": str(converted / "eagle3"),
+        "genai_bfloat16": str(converted / "genai_bfloat16"),
+        "genai_int8": str(converted / "genai_int8"),
+        "gguf_BF16": str(converted / "smollm2-BF16.gguf"),
+        "gguf_Q8_0": str(converted / "smollm2-Q8_0.gguf"),
+    }
+
+
 def write(options: argparse.Namespace, run: Run) -> None:
     """Write the record, without tokens and paths."""
-    told = {
+    arguments = ["--only", *options.only, "--parts", *options.parts]
+    arguments += ["--repeats", str(options.repeats), "--prompts", "question.jsonl"]
+    settings = {
         "model": Path(options.model).name,
         "head": Path(options.head).name,
         "prompts": Path(options.prompts).name,
-    }
-    told |= {
         "repeats": options.repeats,
         "threads": options.threads,
         "max_new_tokens": options.max_new_tokens,
+        "command": f"python benchmarks/peers.py {shlex.join(arguments)}",
     }
-    words = ["--only", *options.only, "--parts", *options.parts, "--repeats", str(options.repeats)]
-    told["command"] = f"python benchmarks/peers.py {shlex.join(words)} --prompts question.jsonl"
-    ids = {
-        "prompt_ids": [each.id for each in run.prompts],
-        "tuning_ids": [each.id for each in run.tuning],
-    }
-    chosen = {method.name: best(run.rows, method) for method in METHODS.values()}
-    record = {
-        "manifest": manifest(options=told, device=torch.device("cpu")),
-        **ids,
+    header = {
+        "manifest": manifest(options=settings, device=torch.device("cpu")),
+        "prompt_ids": [prompt.id for prompt in run.prompts],
+        "tuning_ids": [prompt.id for prompt in run.tuning],
         "end": run.end,
-        "chosen": chosen,
+        "chosen": {method.name: best(run.rows, method) for method in METHODS.values()},
     }
-    lines = ",\n".join(json.dumps(row) for row in with_differences(run.rows, gaps(run)))
+    # One row a line, so that a new run changes few lines.
+    rows = [json.dumps(row) for row in with_differences(run.rows, LogitGaps(run))]
+    rows_text = "[\n" + ",\n".join(rows) + "\n]"
+    header_text = json.dumps(header).removesuffix("}")
     with replaced(options.output) as file:
-        file.write((json.dumps(record)[:-1] + f', "rows": [\n{lines}\n]}}\n').encode())
+        file.write(f'{header_text}, "rows": {rows_text}}}\n'.encode())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,35 +16,39 @@ def load(path: str | Path, tokenizer: Any, *, longest: int = 1024) -> dict[str, 
     """First turns by task, as chat tokens; prompts of more than `longest` tokens are left out."""
     prompts: dict[str, list[list[int]]] = {}
     for line in Path(path).read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        tokens = tokenizer.encode_chat([{"role": "user", "content": row["turns"][0]}])
+        question = json.loads(line)
+        tokens = tokenizer.encode_chat([{"role": "user", "content": question["turns"][0]}])
         if len(tokens) <= longest:
-            task = row["category"] if row["category"] in TASKS else "conversation"
+            category = question["category"]
+            task = category if category in TASKS else "conversation"
             prompts.setdefault(task, []).append(tokens)
     return prompts
 
 
+def mixed(prompts: dict[str, list[list[int]]], number: int) -> list[list[int]]:
+    """A number of prompts, taken from the tasks in turn."""
+    mixed_prompts = []
+    # A task that has no more prompts yields None.
+    for turn in itertools.zip_longest(*prompts.values()):
+        mixed_prompts += [prompt for prompt in turn if prompt is not None]
+    return mixed_prompts[:number]
+
+
 def check_same(
-    options: Mapping[str, Any], before: Iterable[Mapping[str, Any]], names: Sequence[str]
+    options: Mapping[str, Any], manifests: Iterable[Mapping[str, Any]], names: Sequence[str]
 ) -> None:
     """Exit unless runs that are shown together have the same settings.
 
     Args:
         options: options of the new run.
-        before: manifests of the runs that it is shown with.
+        manifests: those of the runs that it is shown with.
         names: settings that must be equal.
     """
-    for made in before:
+    for manifest in manifests:
         for name in names:
-            if (recorded := made["options"].get(name)) != options[name]:
+            recorded_value = manifest["options"].get(name)
+            if recorded_value != options[name]:
                 raise SystemExit(
-                    f"error: the output has figures for {name}={recorded}, this run has {options[name]}: "
-                    "give the same, or another --output"
+                    f"error: the output has figures for {name}={recorded_value}, this run has "
+                    f"{options[name]}: give the same, or another --output"
                 )
-
-
-def mixed(prompts: dict[str, list[list[int]]], number: int) -> list[list[int]]:
-    """A number of prompts, taken from the tasks in turn."""
-    longest = max(map(len, prompts.values()))
-    turns = [texts[i] for i in range(longest) for texts in prompts.values() if i < len(texts)]
-    return turns[:number]

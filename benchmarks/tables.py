@@ -16,7 +16,7 @@ from typing import Any
 
 import draft_comparison
 import kills
-import peers
+import peers_tables
 import record_tables
 
 from lightning_specdec.bench.records import HUGGING_FACE, Comparison
@@ -180,12 +180,12 @@ FIRST_TABLE_METHODS = (
 def first_table() -> str:
     """First table of the README: bfloat16, with 95% intervals over the prompts."""
     measurements = read_record("peers")["rows"]
-    generate = peers.cells(measurements, "prompts", "transformers/bfloat16/standard")
+    generate = peers_tables.cells(measurements, "prompts", "transformers/bfloat16/standard")
     rows = []
     for engine, decoding, label in FIRST_TABLE_METHODS:
-        standard = peers.cells(measurements, "prompts", f"{engine}/bfloat16/standard")
-        cells = peers.cells(measurements, "prompts", f"{engine}/bfloat16/{decoding}")
-        speed = f"{peers.speed(cells.values()):.1f}"
+        standard = peers_tables.cells(measurements, "prompts", f"{engine}/bfloat16/standard")
+        cells = peers_tables.cells(measurements, "prompts", f"{engine}/bfloat16/{decoding}")
+        speed = f"{peers_tables.speed(cells.values()):.1f}"
         rows.append((label, speed, _ratio_text(cells, standard), _ratio_text(cells, generate)))
     headings = (
         "Method",
@@ -196,12 +196,11 @@ def first_table() -> str:
     return record_tables.markdown_table(headings, rows)
 
 
-def _ratio_text(cells: peers.Cells, baseline: peers.Cells) -> str:
+def _ratio_text(cells: peers_tables.Cells, baseline: peers_tables.Cells) -> str:
     """Ratio of speeds with its interval; "-" for the baseline itself."""
     if cells == baseline:
         return "-"
-    value, low, high = peers.ratio(cells, baseline)
-    return f"{value:.2f} ({low:.2f} to {high:.2f})"
+    return peers_tables.ratio_text(cells, baseline)
 
 
 def table_of(
@@ -212,17 +211,17 @@ def table_of(
 
 
 def peers_context_table() -> str:
-    return peers.table(read_record("peers")["rows"], "context")
+    return peers_tables.table(read_record("peers")["rows"], "context")
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "first": first_table,
     "bench": bench_table,
-    "peers": table_of(peers.table, "peers"),
-    "peers_ratios": table_of(peers.beside_genai, "peers"),
+    "peers": table_of(peers_tables.table, "peers"),
+    "peers_ratios": table_of(peers_tables.beside_genai, "peers"),
     "peers_context": peers_context_table,
-    "peers_batches": table_of(peers.batches, "peers"),
-    "peers_ours": table_of(peers.own_table, "peers"),
+    "peers_batches": table_of(peers_tables.batches, "peers"),
+    "peers_ours": table_of(peers_tables.own_table, "peers"),
     "audits": table_of(record_tables.audits_table, "audits"),
     "draft_comparison": table_of(draft_comparison.table, "draft_comparison", "drafts"),
     "kills": table_of(kills.table, "kills"),

@@ -1,6 +1,8 @@
-"""Build a wheel, install it into an empty environment, and run fit, decode and bench there with its configs.
+"""Build a wheel, install it into an empty environment, and run fit, decode and bench there.
 
-python benchmarks/wheel_test.py        (make wheel-test; minutes, most of them installation)
+    python benchmarks/wheel_test.py
+
+`make wheel-test` does the same. It takes minutes, most of them for the installation.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CALLS = (
+COMMANDS = (
     "fit --config configs/rnn.yaml --trainer.max_epochs 2 --trainer.accelerator cpu",
     "export --ckpt checkpoints/rnn --output checkpoints/rnn.safetensors",
     "decode checkpoints/rnn.safetensors --prompt '1 2 3' --repeats 2",
@@ -22,7 +24,7 @@ CALLS = (
     "audit --ckpt checkpoints/rnn.safetensors",
     "info",
 )
-"""Commands to run in an empty directory, one after the other."""
+"""Commands to run in an empty directory, in this order."""
 
 SHIPPED_TEXT = """
 from lightning_specdec.data import GeneratedText
@@ -31,7 +33,7 @@ from lightning_specdec.data.corpus import shipped_corpora
 data = GeneratedText(shipped_corpora(), vocab_size=49152)
 assert len(data.rows("train")) > 10_000, "the wheel does not have the text of `fit --text shipped`"
 """
-"""Read the text of `fit --text shipped`. A training with it needs SmolLM2, which the wheel does not have."""
+"""Reads the text of `fit --text shipped`. Training on it needs SmolLM2, which no wheel contains."""
 
 
 def main() -> None:
@@ -43,30 +45,39 @@ def main() -> None:
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        directory = (options.directory or Path(temporary)).resolve()
-        python = directory / "environment" / "bin" / "python"
-        if not python.exists():
-            _run([sys.executable, "-m", "venv", str(python.parent.parent)], directory)
-        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        _run(
-            [*pip, "wheel", "--no-deps", "--wheel-dir", str(directory / "dist"), str(ROOT)],
-            directory,
-        )
-        (wheel,) = (directory / "dist").glob("*.whl")
-        _run([*pip, "install", "torch>=2.11,<2.14"], directory)
-        _run([*pip, "install", str(wheel)], directory)
-        elsewhere = directory / "elsewhere"
-        elsewhere.mkdir(exist_ok=True)
-        for call in CALLS:
-            _run(["sh", "-c", f"{python.parent / 'lightning_specdec'} {call}"], elsewhere)
-        _run([str(python), "-c", SHIPPED_TEXT], elsewhere)
-        print("the wheel works")
+        directory = options.directory or Path(temporary)
+        check_wheel(directory.resolve())
+    print("the wheel works")
 
 
-def _run(words: list[str], directory: Path) -> None:
-    print(f"$ {' '.join(words)}", flush=True)
+def check_wheel(directory: Path) -> None:
+    """Build the wheel, install it, and run the commands, all below a directory."""
+    environment = directory / "environment"
+    python = environment / "bin" / "python"
+    if not python.exists():
+        run([sys.executable, "-m", "venv", str(environment)], directory)
+
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    wheels = directory / "dist"
+    run([*pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT)], directory)
+    (wheel,) = wheels.glob("*.whl")
+    run([*pip, "install", "torch>=2.11,<2.14"], directory)
+    run([*pip, "install", str(wheel)], directory)
+
+    # An empty directory, so that nothing is read from the repository.
+    empty_directory = directory / "elsewhere"
+    empty_directory.mkdir(exist_ok=True)
+    program = environment / "bin" / "lightning_specdec"
+    for command in COMMANDS:
+        run(["sh", "-c", f"{program} {command}"], empty_directory)
+    run([str(python), "-c", SHIPPED_TEXT], empty_directory)
+
+
+def run(command: list[str], directory: Path) -> None:
+    """Print a command and run it, without the sources of the repository on the path."""
+    print(f"$ {' '.join(command)}", flush=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run(words, cwd=directory, check=True, env=environment)
+    subprocess.run(command, cwd=directory, check=True, env=environment)
 
 
 if __name__ == "__main__":
