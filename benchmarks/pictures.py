@@ -77,10 +77,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Decode a prompt with both methods; record text, outcome of each token, and speeds."""
     # Drawing alone needs neither torch nor the package.
     import torch
-    from lightning_specdec.bench.rows import speed
 
     from lightning_specdec import DecodingConfig, SpeculativeDecoder
     from lightning_specdec.bench.manifest import manifest
+    from lightning_specdec.bench.records import speed
     from lightning_specdec.cli.decode_text import pieces
 
     decoder = SpeculativeDecoder.from_pretrained(

@@ -9,7 +9,8 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
@@ -34,7 +35,7 @@ from lightning_specdec.decoding.requests import Prompts, as_prompts, check_paddi
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.agreement import agreement_of
-from lightning_specdec.models.base import eval_copy
+from lightning_specdec.models.base import ModuleType, eval_copy
 from lightning_specdec.models.changes import ModelStamp, check_in_memory, copied_weights
 from lightning_specdec.models.weights import weights_checksum
 from lightning_specdec.rules import AcceptanceRule, Sampling
@@ -57,53 +58,44 @@ WindowChoice = int | str | Window
 AnyDrafter = Drafter | LanguageModel | torch.nn.Module | str | Mapping[str, Any] | None
 
 
-class _ReadyPair(NamedTuple):
-    """Target and drafter in the forms that decode, and what they were made from.
+@dataclass(frozen=True)
+class _Form(Generic[ModuleType]):
+    """A target or drafter in the form that decodes, and what it was made from.
 
     Args:
-        target_stamp: the target's modules at that time; `drafter_stamp` likewise.
-        copied: weights of the pair whose values the forms hold as copies.
+        module: what decodes.
+        stamp: the original's modules at that time.
+        copied: weights of the original whose values the form holds as copies.
         checksum: of these weights.
     """
 
-    target: LanguageModel
-    drafter: Drafter
-    target_stamp: ModelStamp
-    drafter_stamp: ModelStamp
+    module: ModuleType
+    stamp: ModelStamp
     copied: list[Tensor]
     checksum: list[int]
 
-    @classmethod
-    def of(cls, target: LanguageModel, drafter: Drafter) -> _ReadyPair:
-        if target.backend == "torch":
-            check_in_memory(target)
-        eval_target = target.in_eval_mode()
-        target_form = eval_target.packed()
-        # A model that records its calls on a GPU is measured before it records any.
-        measured_form = eval_target if target_form.device.type == "cuda" else target_form
-        target_form.agreement = agreement_of(measured_form)
-        drafter_form = eval_copy(drafter).fused(target_form)
+    def is_current(self, stamp: ModelStamp) -> bool:
+        """Whether nothing in the original has changed since; `stamp` is its stamp now."""
+        return stamp == self.stamp and weights_checksum(self.copied) == self.checksum
 
-        copied = copied_weights(drafter, drafter_form)
-        # A converted target compares its weights itself.
-        if target.backend == "torch":
-            copied += copied_weights(target, target_form)
-        return cls(
-            target_form,
-            drafter_form,
-            _target_stamp(target),
-            ModelStamp(drafter),
-            copied,
-            weights_checksum(copied),
-        )
 
-    def is_current(self, target: LanguageModel, drafter: Drafter) -> bool:
-        """Whether nothing in the pair has changed since."""
-        return (
-            _target_stamp(target) == self.target_stamp
-            and ModelStamp(drafter) == self.drafter_stamp
-            and weights_checksum(self.copied) == self.checksum
-        )
+def _target_form(target: LanguageModel) -> _Form[LanguageModel]:
+    if target.backend == "torch":
+        check_in_memory(target)
+    eval_target = target.in_eval_mode()
+    packed = eval_target.packed()
+    # A model that records its calls on a GPU is measured before it records any.
+    measured = eval_target if packed.device.type == "cuda" else packed
+    packed.agreement = agreement_of(measured)
+    # A converted target compares its weights itself.
+    copied = copied_weights(target, packed) if target.backend == "torch" else []
+    return _Form(packed, _target_stamp(target), copied, weights_checksum(copied))
+
+
+def _drafter_form(drafter: Drafter, target: LanguageModel) -> _Form[Drafter]:
+    fused = eval_copy(drafter).fused(target)
+    copied = copied_weights(drafter, fused)
+    return _Form(fused, ModelStamp(drafter), copied, weights_checksum(copied))
 
 
 def _target_stamp(target: LanguageModel) -> ModelStamp:
@@ -159,7 +151,8 @@ class SpeculativeDecoder:
         self.recipe = recipe or {}
         self.drafts = dict(drafts or {})
         self.num_draft_tokens = num_draft_tokens
-        self._ready_pair: _ReadyPair | None = None
+        self._ready_target: _Form[LanguageModel] | None = None
+        self._ready_drafter: _Form[Drafter] | None = None
         # Held for a round, or for a whole call of standard decoding: threads take turns.
         self._lock = threading.RLock()
 
@@ -298,7 +291,7 @@ class SpeculativeDecoder:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles make their own lock and their own forms for decoding.
-        return {**self.__dict__, "_ready_pair": None, "_lock": None}
+        return {**self.__dict__, "_ready_target": None, "_ready_drafter": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -394,17 +387,25 @@ class SpeculativeDecoder:
         """
         with self._lock:
             self.target.refresh()
-            pair = self._ready_pair
-            if pair is None or not pair.is_current(self.target, self.drafter):
-                if pair is not None:
-                    self._check_converted(pair)
-                pair = _ReadyPair.of(self.target, self.drafter)
-                self._ready_pair = pair
-            return pair.target, pair.drafter
+            stamp = _target_stamp(self.target)
+            target = self._ready_target
+            if target is None or not target.is_current(stamp):
+                if target is not None:
+                    self._check_converted(target, stamp)
+                target = _target_form(self.target)
+                self._ready_target = target
+                # A drafter may share parts of the target's form.
+                self._ready_drafter = None
 
-    def _check_converted(self, pair: _ReadyPair) -> None:
+            drafter = self._ready_drafter
+            if drafter is None or not drafter.is_current(ModelStamp(self.drafter)):
+                drafter = _drafter_form(self.drafter, target.module)
+                self._ready_drafter = drafter
+            return target.module, drafter.module
+
+    def _check_converted(self, form: _Form[LanguageModel], stamp: ModelStamp) -> None:
         """Raise ValueError if the target changed and another library runs a conversion of it."""
-        if self.target.backend != "torch" and _target_stamp(self.target) != pair.target_stamp:
+        if self.target.backend != "torch" and stamp != form.stamp:
             raise ValueError(
                 "the weights changed after the model was converted: convert it again with "
                 "OpenVINOLM.of"

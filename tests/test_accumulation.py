@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -176,11 +177,12 @@ class InterruptedTraining(PairTraining):
     """A recurrent pair whose training stops at a batch, counted from 1 over all epochs.
 
     Args:
-        moment: "within a batch" or "after a batch".
-        batch_to_stop: the number of the batch; 0 for a run that does not stop.
+        moment: "within a batch", "after a batch", or "in a validation".
+        batch_to_stop: the number of the batch, of the validations' own in a validation; 0 for a run
+            that does not stop.
 
     Attributes:
-        validated: epoch and optimizer step of each validation.
+        validated: epoch, optimizer step and loss of each validation.
     """
 
     def __init__(self, moment: str, batch_to_stop: int) -> None:
@@ -189,7 +191,8 @@ class InterruptedTraining(PairTraining):
         self.moment = moment
         self.batch_to_stop = batch_to_stop
         self.num_batches = 0
-        self.validated: list[tuple[int, int]] = []
+        self.num_validation_batches = 0
+        self.validated: list[tuple[int, int, float]] = []
 
     def _stop_if(self, moment: str) -> None:
         if moment == self.moment and self.num_batches == self.batch_to_stop:
@@ -204,23 +207,29 @@ class InterruptedTraining(PairTraining):
         super().on_train_batch_end(outputs, batch, batch_idx)
         self._stop_if("after a batch")
 
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self.validated.append((self.current_epoch, self.global_step))
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.num_validation_batches += 1
+        if self.moment == "in a validation" and self.num_validation_batches == self.batch_to_stop:
+            raise InterruptedRunError
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        loss = float(self.trainer.callback_metrics["val/loss"])
+        self.validated.append((self.current_epoch, self.global_step, loss))
 
 
 def train(module: InterruptedTraining, directory: Path, **options: Any) -> None:
     """Two epochs of eight batches: steps of three, three and two. It validates after four."""
-    saves_on_exception = module.moment == "within a batch"
+    saves_on_exception = module.moment != "after a batch"
     newest = ModelCheckpoint(
         directory,
         filename="last",
         save_on_exception=saves_on_exception,
         enable_version_counter=False,
     )
-    callbacks: list[Callback] = [newest]
-    if not saves_on_exception:
-        callbacks.append(SaveNewest([newest], 0))
+    seconds_between_saves = math.inf if saves_on_exception else 0
+    callbacks: list[Callback] = [newest, SaveNewest([newest], seconds_between_saves)]
     trainer = Trainer(
         max_epochs=2,
         val_check_interval=4,
@@ -238,6 +247,7 @@ def train(module: InterruptedTraining, directory: Path, **options: Any) -> None:
     [
         *(("within a batch", batch) for batch in (4, 5, 7, 8, 9, 10, 12, 15)),
         *(("after a batch", batch) for batch in (1, 2, 3, 4, 5, 7, 9, 10, 12, 15)),
+        *(("in a validation", batch) for batch in range(1, 9)),
     ],
 )
 def test_a_run_that_stops_between_the_batches_of_a_step_resumes_at_the_first_of_them(

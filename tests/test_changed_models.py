@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,10 +25,10 @@ from torch.nn.utils import parametrizations, parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import lightning_specdec
-from lightning_specdec import ModelDrafter, SpeculativeDecoder
+from lightning_specdec import ModelDrafter, NGramDrafter, SpeculativeDecoder
 from lightning_specdec.hf_generate import _decoders
 from lightning_specdec.models.changes import ModelStamp
-from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.huggingface import HuggingFaceLM, _in_eval_mode
 from lightning_specdec.models.packed import PackedLinear
 
 PROMPTS = [[3, 5, 7, 3, 5], [11, 2, 11, 2, 11, 2, 9]]
@@ -779,3 +780,115 @@ def test_a_stamp_sees_values_and_not_only_objects() -> None:
         assert all(stamp != later for later in stamps[i + 1 :])
     with contextlib.suppress(AttributeError):
         del module.settings
+
+
+def test_threads_that_share_a_model_leave_each_module_in_its_mode() -> None:
+    model = model_of()
+    model.train()
+    model.model.layers[0].eval()
+    expected = [module.training for module in model.modules()]
+    barrier = threading.Barrier(2)
+    are_all_in_eval_mode: list[bool] = []
+
+    def first() -> None:
+        with _in_eval_mode(model):
+            barrier.wait()
+            barrier.wait()
+
+    def second() -> None:
+        barrier.wait()
+        with _in_eval_mode(model):
+            barrier.wait()
+            # The first block ends within this one.
+            thread.join()
+            are_all_in_eval_mode.append(not any(module.training for module in model.modules()))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    second()
+    assert are_all_in_eval_mode == [True]
+    assert [module.training for module in model.modules()] == expected
+
+
+def test_a_check_of_the_parts_leaves_the_logits_of_other_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of()
+    tokens = torch.tensor([[3, 5, 7]])
+    expected = model(tokens).logits
+    logits = []
+    register = nn.Module.register_forward_hook
+
+    def register_and_call(module: nn.Module, hook: Any, **options: Any) -> Any:
+        handle = register(module, hook, **options)
+        if hook.__name__ == "large_logits":
+            thread = threading.Thread(target=lambda: logits.append(model(tokens).logits))
+            thread.start()
+            thread.join()
+        return handle
+
+    monkeypatch.setattr(nn.Module, "register_forward_hook", register_and_call)
+    assert HuggingFaceLM(model).stack is not None
+    assert len(logits) == 1
+    assert torch.equal(logits[0], expected)
+
+
+class CountingDrafter(NGramDrafter):
+    """A user's drafter, which holds a lock and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.num_calls = 0
+
+    def propose(self, *args: Any, **options: Any) -> Any:
+        with self.lock:
+            self.num_calls += 1
+        return super().propose(*args, **options)
+
+
+def test_a_users_drafter_in_training_mode_is_not_copied() -> None:
+    drafter = CountingDrafter().train()
+    decoder = SpeculativeDecoder(model_of(), drafter)
+    decoder.decode(PROMPTS, max_new_tokens=NUM_NEW)
+    assert drafter.num_calls > 0
+
+
+def test_a_drafter_that_changes_with_each_call_leaves_the_target_packed() -> None:
+    decoder = SpeculativeDecoder(model_of(), CountingDrafter())
+    first, _ = decoder.ready()
+    decoder.decode(PROMPTS, max_new_tokens=NUM_NEW)
+    second, _ = decoder.ready()
+    assert second is first
+
+
+@pytest.mark.parametrize(
+    ("module_class", "name"), [(nn.Linear, "forward"), (nn.Module, "_call_impl")]
+)
+def test_a_replaced_function_of_torch_counts(
+    module_class: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoders = Decoders(model_of())
+    before = decoders.check()
+    original = getattr(module_class, name)
+
+    def halved(module: nn.Module, *args: Any, **options: Any) -> Any:
+        output = original(module, *args, **options)
+        is_projection = isinstance(module, nn.Linear) and module.out_features == module.in_features
+        return output * 0.5 if is_projection else output
+
+    monkeypatch.setattr(module_class, name, halved)
+    during = decoders.check()
+    assert during != before
+    monkeypatch.undo()
+    assert decoders.check() == before
+
+
+def test_a_stamp_sees_writes_to_buffers_even_without_those_to_parameters() -> None:
+    model = nn.BatchNorm1d(3)
+    stamp = ModelStamp(model, count_writes=False)
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert ModelStamp(model, count_writes=False) == stamp
+    model.running_mean.add_(1)  # type: ignore[union-attr]
+    assert ModelStamp(model, count_writes=False) != stamp

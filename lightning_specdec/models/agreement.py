@@ -113,22 +113,25 @@ def needs_measurement(model: LanguageModel) -> bool:
 
 
 def is_quantized(model: LanguageModel) -> bool:
-    """Whether any weight is quantized: held as integers, or in a tensor subclass as torchao's."""
+    """Whether any weight is quantized: held as integers, in eight bits, or in a tensor subclass as
+    torchao's."""
     if getattr(model, "quantization", None) is not None:
         return True
     return any(
-        not weight.is_floating_point() or type(weight.data) is not Tensor
+        weight.dtype not in TOLERANCES or type(weight.data) is not Tensor
         for weight in model.parameters()
     )
 
 
 def compute_dtype(model: LanguageModel) -> torch.dtype:
-    """What a model computes in: as its backend says, else the coarsest floating-point dtype of its
-    weights."""
+    """What a model computes in: as its backend says, else the coarsest dtype of its weights.
+
+    Weights in eight bits do not count: no layer of torch computes in their dtype.
+    """
     dtype = getattr(model, "compute_dtype", None)
     if isinstance(dtype, torch.dtype):
         return dtype
-    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    dtypes = {weight.dtype for weight in model.parameters() if weight.dtype in TOLERANCES}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 

@@ -295,19 +295,31 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 def eval_copy(module: ModuleType) -> ModuleType:
     """The module if it is in evaluation mode, else a copy in that mode that shares its weights.
 
-    A module whose network runs outside of torch has no other mode: it is returned unchanged.
+    A module whose network runs outside of torch has no other mode: it is returned unchanged. A
+    user's own models and drafters are not copied, since their class may hold locks, files or counts
+    that must exist once: they are set to evaluation mode themselves.
     """
     parts = list(module.modules())
     is_training = any(part.training for part in parts)
     runs_elsewhere = any(getattr(part, "backend", "torch") != "torch" for part in parts)
     if not is_training or runs_elsewhere:
         return module
+    if _is_users_own(module):
+        return module.eval()
 
     shared: dict[int, Any] = {}
     for tensor in chain(module.parameters(), module.buffers()):
         shared[id(tensor)] = tensor
     for part in parts:
+        if _is_users_own(part):
+            shared[id(part)] = part
         for name in ("tokenizer", "vocabulary"):
             value = getattr(part, name, None)
             shared[id(value)] = value
     return deepcopy(module, shared).eval()
+
+
+def _is_users_own(module: nn.Module) -> bool:
+    """Whether a module is a model or drafter of a class that a user wrote."""
+    is_ours = type(module).__module__.startswith("lightning_specdec.")
+    return not is_ours and (isinstance(module, LanguageModel) or hasattr(module, "propose"))

@@ -37,12 +37,22 @@ _IRRELEVANT_NAMES = frozenset(
         "extra_repr",
         "num_parameters",
         "prepare_inputs_for_generation",
+        "tokenizer",
+        "vocabulary",
     ]
 )
 """Attributes that change no output of a forward pass."""
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _MAX_DEPTH = 8
 """Of values within values that are looked at."""
+_MAX_ITEMS = 1000
+"""Of a mapping or sequence that are looked at. A longer one is data, and not a setting."""
+_MODULE_FUNCTIONS = {
+    (nn.Module, "__call__"): nn.Module.__call__,
+    (nn.Module, "_call_impl"): nn.Module._call_impl,
+    (nn.Linear, "forward"): nn.Linear.forward,
+}
+"""Functions of torch that packed forms do without, as they were when this file was imported."""
 
 
 class UserCode(NamedTuple):
@@ -71,6 +81,8 @@ def user_code(model: nn.Module) -> list[UserCode]:
     ):
         for hook in hooks.values():
             found_code.append(UserCode(kind, "every module", hook))
+    for function_name, function in _replaced_functions():
+        found_code.append(UserCode(f"a replaced {function_name}", "every module", function))
     for path, module in model.named_modules():
         found_code.extend(_code_of(path, module))
     return found_code
@@ -78,7 +90,17 @@ def user_code(model: nn.Module) -> list[UserCode]:
 
 def has_user_code(module: nn.Module) -> bool:
     """Whether this one module, without its children, runs code of a user."""
+    if next(_replaced_functions(), None) is not None:
+        return True
     return next(_code_of("", module), None) is not None
+
+
+def _replaced_functions() -> Iterator[tuple[str, Any]]:
+    """Names and functions of torch's own classes that a user has replaced for all objects."""
+    for (module_class, name), original in _MODULE_FUNCTIONS.items():
+        function = getattr(module_class, name)
+        if function is not original:
+            yield f"{module_class.__name__}.{name}", function
 
 
 def _code_of(path: str, module: nn.Module) -> Iterator[UserCode]:
@@ -147,7 +169,8 @@ class ModelStamp:
 
     Args:
         modules: the models to look at.
-        count_writes: whether a write to a weight that torch counts is a change.
+        count_writes: whether a write to a parameter that torch counts is a change. One to a buffer
+            always is.
     """
 
     def __init__(self, *modules: nn.Module, count_writes: bool = True) -> None:
@@ -161,6 +184,7 @@ class ModelStamp:
 
         self._add_objects(torch_modules._global_forward_hooks.values())
         self._add_objects(torch_modules._global_forward_pre_hooks.values())
+        self._add_objects(function for _, function in _replaced_functions())
         for module in modules:
             for path, part in module.named_modules():
                 self._values.append(path)
@@ -195,7 +219,8 @@ class ModelStamp:
             for name, tensor in tensors.items():
                 self._values.append(name)
                 if tensor is not None:
-                    self._add_weight(tensor)
+                    is_buffer = tensors is module._buffers
+                    self._add_weight(tensor, count_writes=is_buffer or self._count_writes)
         self._add_hooks(vars(module))
         self._add_attributes(module)
 
@@ -206,11 +231,11 @@ class ModelStamp:
             self._classes.add(module_class)
             self._add_identity(module_class.forward)  # type: ignore[attr-defined]
 
-    def _add_weight(self, weight: Tensor) -> None:
+    def _add_weight(self, weight: Tensor, count_writes: bool) -> None:
         self._add_identity(weight)
         self._values.append(weight.dtype)
         self._values.append(weight.shape)
-        if self._count_writes and not weight.is_inference():
+        if count_writes and not weight.is_inference():
             self._values.append(weight._version)
 
     def _add_hooks(self, attributes: Mapping[str, Any]) -> None:
@@ -239,7 +264,7 @@ class ModelStamp:
         if value is None or isinstance(value, _PLAIN_TYPES):
             self._values.append(value)
         elif isinstance(value, Tensor):
-            self._add_weight(value)
+            self._add_weight(value, self._count_writes)
             self._values.extend(weights_checksum([value]))
         elif isinstance(value, np.ndarray):
             self._values.append(value.tobytes())
@@ -252,7 +277,11 @@ class ModelStamp:
             return
         self._described.add(id(value))
 
-        if isinstance(value, Mapping):
+        is_container = isinstance(value, Mapping | list | tuple | set | frozenset)
+        if is_container and len(value) > _MAX_ITEMS:
+            self._values.append(id(value))
+            self._values.append(len(value))
+        elif isinstance(value, Mapping):
             self._values.append(len(value))
             for key, item in value.items():
                 self._add_value(key, depth + 1)

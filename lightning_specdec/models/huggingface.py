@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -384,7 +385,12 @@ class HuggingFaceLM(LanguageModel):
             ValueError: they differ.
         """
 
+        caller = threading.get_ident()
+
         def large_logits(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            # Another thread may run the user's model at the same time.
+            if threading.get_ident() != caller:
+                return output
             return torch.linspace(-100, 100, output.shape[-1]).to(output).expand_as(output)
 
         tokens = torch.tensor([[3, 1, 2, 0]], device=self.device) % self.vocab_size
@@ -755,17 +761,47 @@ class HuggingFaceLM(LanguageModel):
         return ModelOutput(logits, layer_outputs, logits_for)
 
 
+@dataclass
+class _EvalBlocks:
+    """The blocks that run a model in evaluation mode at present, in all threads.
+
+    Args:
+        num_open: blocks that have begun and not ended.
+        training_modules: modules that were in training mode when the first of them began.
+    """
+
+    num_open: int
+    training_modules: list[nn.Module]
+
+
+_eval_blocks: weakref.WeakKeyDictionary[nn.Module, _EvalBlocks] = weakref.WeakKeyDictionary()
+_eval_blocks_lock = threading.Lock()
+
+
 @contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Run a model in evaluation mode inside the block, and leave each module in its own mode."""
-    training_modules = [module for module in model.modules() if module.training]
-    for module in training_modules:
-        module.training = False
+    """Run a model in evaluation mode inside the block, and leave each module in its own mode.
+
+    Threads may run the same model at the same time: the last one to leave restores the modes.
+    """
+    with _eval_blocks_lock:
+        blocks = _eval_blocks.get(model)
+        if blocks is None:
+            training_modules = [module for module in model.modules() if module.training]
+            blocks = _EvalBlocks(0, training_modules)
+            _eval_blocks[model] = blocks
+        blocks.num_open += 1
+        for module in blocks.training_modules:
+            module.training = False
     try:
         yield
     finally:
-        for module in training_modules:
-            module.training = True
+        with _eval_blocks_lock:
+            blocks.num_open -= 1
+            if blocks.num_open == 0:
+                del _eval_blocks[model]
+                for module in blocks.training_modules:
+                    module.training = True
 
 
 def check_generation(model: PreTrainedModel) -> None:

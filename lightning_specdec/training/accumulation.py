@@ -59,17 +59,34 @@ def upcoming_batches(trainer: Trainer, data: LightningDataModule, count: int) ->
     return batches
 
 
-def rewind_to_step(checkpoint: dict[str, Any], trainer: Trainer) -> None:
+def rewind_to_step(
+    checkpoint: dict[str, Any], trainer: Trainer, *, is_validation_open: bool = False
+) -> None:
     """Let a checkpoint from the middle of an optimizer step resume at the step's first batch.
 
     Accumulated gradients are not saved. Weights and the optimizer have not changed since the step
-    began, so only the counts of batches go back. A checkpoint that is saved between two optimizer
-    steps stays unchanged.
+    began, so only the counts of batches go back. Metrics are not saved either, so a validation that
+    has begun is repeated from its first batch.
+
+    Args:
+        is_validation_open: whether a validation is due or runs, even if it is between two batches.
     """
     loops = checkpoint.get("loops", {})
     if "fit_loop" not in loops:
         return
     fit_loop = loops["fit_loop"]
+    validation = fit_loop["epoch_loop.val_loop.batch_progress"]
+    num_validated = validation["total"]["completed"]
+    if is_validation_open or validation["total"]["ready"] != num_validated:
+        # Lightning resumes a validation only if it has begun a batch. It skips as many batches as
+        # the current counts say.
+        validation["total"]["ready"] = num_validated + 1
+        validation["total"]["started"] = num_validated + 1
+        validation["total"]["processed"] = num_validated
+        for count_name in validation["current"]:
+            validation["current"][count_name] = 0
+        validation["is_last_batch"] = False
+
     progress = fit_loop["epoch_loop.batch_progress"]
     total, current = progress["total"], progress["current"]
     is_epoch_over = progress["is_last_batch"] and current["ready"] == current["processed"]
@@ -87,9 +104,8 @@ def rewind_to_step(checkpoint: dict[str, Any], trainer: Trainer) -> None:
         counts["completed"] = step_start
     progress["is_last_batch"] = False
     # A validation before this step is over; one within it begins again.
-    validation = fit_loop["epoch_loop.val_loop.batch_progress"]["total"]
     for count_name in ("ready", "started", "processed"):
-        validation[count_name] = validation["completed"]
+        validation["total"][count_name] = num_validated
     for loader_state in fit_loop["state_dict"].get("combined_loader", []):
         # `ResumableLoader` counts batches; the state of other loaders is unknown.
         if isinstance(loader_state, dict) and "num_batches" in loader_state:

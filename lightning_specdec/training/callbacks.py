@@ -206,6 +206,8 @@ class SaveNewest(Callback):
         self.checkpoints = list(checkpoints)
         self.seconds = seconds
         self._last_save = -math.inf
+        self._is_saving = False
+        self._is_validating = False
         self._save_on_exception = [checkpoint.save_on_exception for checkpoint in self.checkpoints]
 
     def on_before_optimizer_step(self, *args: Any) -> None:
@@ -226,13 +228,19 @@ class SaveNewest(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        self._is_validating = is_training
         if is_training and self._is_due(trainer, self.seconds / 4):
             self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_validating = False
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        rewind_to_step(checkpoint, trainer)
+        # Without a mark, Lightning would skip a validation that has not begun a batch.
+        is_validation_open = self._is_saving or self._is_validating
+        rewind_to_step(checkpoint, trainer, is_validation_open=is_validation_open)
 
     def _is_due(self, trainer: Trainer, interval: float) -> bool:
         """Whether the last save is that many seconds ago, by the clock of the first process."""
@@ -240,15 +248,13 @@ class SaveNewest(Callback):
         return bool(trainer.strategy.broadcast(is_due))
 
     def _save(self, trainer: Trainer) -> None:
-        # Lightning resumes a validation that has begun a batch, and skips one that has not.
-        validated: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
-        validated.ready = validated.started = validated.completed + 1
+        self._is_saving = True
         try:
             for checkpoint in self.checkpoints:
                 path = Path(str(checkpoint.dirpath)) / f"{checkpoint.filename}.ckpt"
                 trainer.save_checkpoint(path, weights_only=False)
         finally:
-            validated.ready = validated.started = validated.completed
+            self._is_saving = False
         self._last_save = time.monotonic()
 
 
