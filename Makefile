@@ -11,7 +11,7 @@ RUNS := rnn transformer draft_sizes early_exit medusa staged text
 
 help:
 	@echo "make setup        create $(VENV) and install the project"
-	@echo "make demo         train a small pair, decode with it and with one that ships (two minutes)"
+	@echo "make demo         train a small pair, decode with it and with one that ships (two minutes after installing)"
 	@echo "make test         lint, types and every test"
 	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
 	@echo "make test-engines  vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
@@ -43,7 +43,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 
 demo: setup
 	$(RUN) fit --config configs/rnn.yaml
-	@echo; echo "The pair just trained. Its calls take a tenth of a millisecond, so there is little to save:"
+	@echo; echo "The pair just trained. Its calls take a tenth of a millisecond, so a draft saves little:"
 	$(RUN) decode --ckpt checkpoints/rnn
 	@echo; echo "A transformer whose four heads draft, as it ships. Here a draft pays:"
 	$(RUN) decode checkpoints/medusa.safetensors --max_new_tokens 40 --threads 1 -q

@@ -315,7 +315,7 @@ def test_its_fused_form_shares_what_is_not_the_models() -> None:
     assert drafter.fused() is drafter, "its model has no other form"
     model.fused = lambda: faster  # type: ignore[method-assign]
     fused = drafter.fused()
-    assert fused.model is faster and fused._sources is not drafter._sources
+    assert fused.model is faster and fused._draft_column_of is not drafter._draft_column_of
     assert fused.sampling is drafter.sampling
     assert fused.target_vocabulary is drafter.target_vocabulary
 

@@ -14,6 +14,7 @@ from training_fixtures import verb
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.data import TextFiles
+from lightning_specdec.data.text import find_texts
 from lightning_specdec.text.tokenizer import named_tokenizer
 
 SPLITS = ("train", "val", "test")
@@ -243,6 +244,14 @@ def test_conversations_are_written_by_the_chat_template(
 
     with pytest.raises(ValueError, match=f"{name} has conversations, which need a chat template"):
         make(paths=str(path), length=16).setup("fit")
+
+
+def test_half_a_surrogate_in_a_conversation_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": "user", "content": "q\ud800"}, {"role": "user", "content": "r"}]}
+    path.write_text(json.dumps(row))
+    [text] = find_texts([str(path)])
+    assert text.num_bytes == len("q?r")
 
 
 def test_rows_of_json_are_separate_texts(make: Callable[..., TextFiles], tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_every_shipped_config_is_parsed_and_built(
         (["--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt: no such checkpoint"),
         (
             ["--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.dirpath", "memory://a"],
-            "dirpath memory://a is no directory",
+            "dirpath memory://a is not a local directory",
         ),
         (["--weights_only", "false"], "unrecognized arguments: --weights_only"),
     ],

@@ -10,7 +10,7 @@ from tiny_distillation import VOCAB, batch_of, texts
 from tiny_distillation import target as frozen
 from torch import Tensor
 
-from lightning_specdec.data import Batch
+from lightning_specdec.data import IGNORED, Batch
 from lightning_specdec.decoding import speculative_decode
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.models import RNN
@@ -19,6 +19,7 @@ from lightning_specdec.training.metrics import (
     ExpectedRounds,
     draft_windows,
     expected_rounds,
+    next_token_loss,
     next_token_means,
 )
 
@@ -156,3 +157,11 @@ def test_along_the_targets_own_text_the_counts_are_those_of_decoding(num_draft_t
     assert counts["block_efficiency"] == pytest.approx(decoded.block_efficiency)
     # The law is empty for a draft that is always right, or never.
     assert 0 < decoded.counts.num_accepted < decoded.counts.num_tested
+
+
+def test_the_loss_of_a_batch_without_labels_is_zero() -> None:
+    logits = torch.zeros(1, 2, 5, requires_grad=True)
+    loss = next_token_loss(logits, torch.full((1, 2), IGNORED))
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(logits.grad, torch.zeros(1, 2, 5))

@@ -135,7 +135,7 @@ def _decode_and_measure(
         repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(MEASURE_SECONDS / seconds)))
     warmup = WARMUP_RUNS if seconds < MIN_WARMUP_SECONDS else 0
     expected_seconds = (warmup + repeats) * seconds
-    progress(f"measuring, about {expected_seconds:.0f} s: --repeats 0 leaves it out")
+    progress(f"measuring, about {expected_seconds:.0f} s: use --repeats 0 to skip this")
     try:
         outcome.comparison = decoder.benchmark(
             prompts,

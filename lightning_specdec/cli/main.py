@@ -123,9 +123,9 @@ def make_parser(verb: str) -> Parser:
         "-q",
         "--quiet",
         action="store_true",
-        help="show only errors on stderr, and only the answer of decode",
+        help="print only errors on stderr; decode also prints only its answer",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="show more, on stderr too")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print more details on stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

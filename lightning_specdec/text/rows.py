@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_specdec.text.tokenizer import Message
+from lightning_specdec.text.tokenizer import Message, valid_text
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 
@@ -172,12 +172,14 @@ def _text_of(content: Any, where: str) -> str | None:
 
     None stays: such a turn calls a tool.
     """
-    if content is None or isinstance(content, str):
-        return content
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return valid_text(content)
 
     texts = []
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise ValueError(f"{where}: a turn's content must be text, got {str(part)[:40]}")
         texts.append(part["text"])
-    return "".join(texts)
+    return valid_text("".join(texts))

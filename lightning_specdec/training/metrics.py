@@ -29,7 +29,13 @@ Means = dict[str, tuple[Tensor, int]]
 def next_token_loss(
     logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"], reduction: str = "mean"
 ) -> Tensor:
-    """Cross-entropy in nats on the next token, over the labels that are not padding."""
+    """Cross-entropy in nats on the next token, over the labels that are not padding.
+
+    It is 0 if all of them are.
+    """
+    if reduction == "mean" and bool((labels == IGNORED).all()):
+        # The mean over no label is NaN, and their sum is 0.
+        reduction = "sum"
     return functional.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(), reduction=reduction
     )

@@ -130,8 +130,8 @@ class TimeLimit(Timer):
         if (self.time_remaining() or 0) <= 0:
             elapsed = self.time_elapsed()
             raise ValueError(
-                f"{self.minutes:g} minutes are too few for one checkpoint: {elapsed:.0f} s were "
-                f"gone before the first step, give --minutes {math.ceil(elapsed / 30)} or more"
+                f"--minutes {self.minutes:g} is too short: {elapsed:.0f} s passed before the first "
+                f"step, give --minutes {math.ceil(elapsed / 30)} or more"
             )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
