@@ -164,4 +164,5 @@ def test_the_loss_of_a_batch_without_labels_is_zero() -> None:
     loss = next_token_loss(logits, torch.full((1, 2), IGNORED))
     loss.backward()
     assert loss.item() == 0
-    assert torch.equal(logits.grad, torch.zeros(1, 2, 5))
+    assert logits.grad is not None
+    assert not logits.grad.any()
