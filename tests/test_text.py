@@ -236,6 +236,18 @@ EXPONENTIAL_CALLS = (
 DOUBLING = (
     "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = TWICE %}{% endfor %}"
 )
+PADDING = [
+    "{% set unused = 'x'|center(10**9) %}",
+    "{{ 'x'|center(1000000000) }}",
+    "{% set unused = '%1000000000d' % 1 %}",
+    "{{ '%1000000000d'|format(1) }}",
+    "{{ '%*d' % (10**9, 1) }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10**9) }}",
+    "{{ 'x'.zfill(10**9) }}",
+    "{{ (1).to_bytes(10**9, 'big')|length }}",
+    "{{ messages|tojson(indent=10**6) }}",
+]
 TWICE = ["ns.x + ns.x", "ns.x ~ ns.x", "[ns.x, ns.x]|join", "ns.x.replace('x', 'xx')", "ns.x * 2"]
 
 
@@ -254,6 +266,10 @@ TWICE = ["ns.x + ns.x", "ns.x ~ ns.x", "[ns.x, ns.x]|join", "ns.x.replace('x', '
         *((DOUBLING.replace("TWICE", twice), "larger than") for twice in TWICE),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ 9 ** 9 ** 9 ** 9 }}", "powers"),
+        *((padding, "padded to widths larger than") for padding in PADDING),
+        ("{{ ('x'.encode() * 10**10)|length }}", "texts or lists larger than"),
+        ("{{ lipsum(n=10**6) }}", "'lipsum' is undefined"),
+        ("{{ 'x'|wordwrap(1) }}", "No filter named 'wordwrap'"),
     ],
 )
 def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(
@@ -286,6 +302,8 @@ RENDERED = {
     "blocks": "{% set x | upper %}a{% filter trim %} b {% endfilter %}{% endset %}{{ x }}",
     "whitespace": "  {% if true %}\n x\n  {% endif %}\n",
     "time": "{{ strftime_now('%Y') }}",
+    "padding": "{{ 'a'.ljust(9) }}{{ 'a'|center(9) }}{{ '%05d %s' % (200000, 'a') }}{{ 9 % 7 }}",
+    "formats": "{{ '{:>9}'.format('100% {x:500000}') }}{{ '%s: %d'|format('a', 200000) }}",
 }
 
 
