@@ -246,6 +246,24 @@ def test_conversations_are_written_by_the_chat_template(
         make(paths=str(path), length=16).setup("fit")
 
 
+def test_a_json_file_without_texts_is_a_text_itself(tmp_path: Path) -> None:
+    contents = {
+        "list.json": '[{"a": 1}, {"b": 2}]',
+        "lines.json": '{"a": 1}\n{"b": 2}\n',
+        "TEXTS.JSONL": '{"text": "abc"}',
+        "second.jsonl": '{"text": "", "content": "defg"}\n{"text": ""}',
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    sizes = {text.path.name: text.num_bytes for text in find_texts([str(tmp_path)])}
+    assert sizes == {
+        "list.json": len(contents["list.json"]),
+        "lines.json": len(contents["lines.json"]),
+        "TEXTS.JSONL": len("abc"),
+        "second.jsonl": len("defg"),
+    }
+
+
 def test_half_a_surrogate_in_a_conversation_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     row = {"messages": [{"role": "user", "content": "q\ud800"}, {"role": "user", "content": "r"}]}

@@ -20,6 +20,7 @@ from lightning_specdec.config.checks import require_int, require_number
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.data.base import SPLITS, EpochSampler, NumberedRows, TokenData
 from lightning_specdec.text.rows import (
+    CONVERSATION_FIELDS,
     Row,
     decode_utf8,
     missing_field,
@@ -131,11 +132,18 @@ def find_texts(paths: Sequence[str] | None) -> list[TrainingText]:
         FileNotFoundError: a path does not exist, or a pattern matches no file.
         ValueError: a file is not in UTF-8, or a row of a JSON file has no text.
     """
+    named_paths = {Path(path).expanduser().resolve() for path in paths or []}
     distinct_texts: dict[str, TrainingText] = {}
     for file in find_files(paths):
         text = decode_utf8(file.path.read_bytes(), file.path)
         rows = read_json_rows(text, file.path)
-        if rows is None:
+        # A .json file in a directory of sources may hold any data: it is text as it stands.
+        is_data = (
+            file.path.suffix.lower() == ".json"
+            and file.path.resolve() not in named_paths
+            and not any(_has_text(row) for row in rows or [])
+        )
+        if rows is None or is_data:
             texts = [_whole_file(file, text)]
         else:
             texts = [_text_of_row(row, file) for row in rows]
@@ -192,18 +200,27 @@ def _text_of_row(row: Row, file: NamedFile) -> TrainingText:
     return TrainingText(key, file.path, num_bytes, digest, content)
 
 
+def _has_text(row: Row) -> bool:
+    """Whether a row has a field that could be trained on."""
+    fields = (*TEXT_FIELDS, *CONVERSATION_FIELDS)
+    return isinstance(row.value, dict) and any(field in row.value for field in fields)
+
+
 def _content_of_row(row: Row) -> str | list[Message]:
     if isinstance(row.value, str):
         return valid_text(row.value)
     if not isinstance(row.value, dict):
         raise ValueError(f"{row.where}: this is not a JSON object: write one on each line")
 
-    for field in TEXT_FIELDS:
-        if isinstance(row.value.get(field), str):
-            return valid_text(row.value[field])
+    texts = [row.value[field] for field in TEXT_FIELDS if isinstance(row.value.get(field), str)]
+    for text in texts:
+        if text:
+            return valid_text(text)
     messages = read_conversation(row.value, row.where)
     if messages:
         return messages
+    if texts:
+        return ""
     known_fields = "text, content, messages or conversations to be trained on"
     raise missing_field(row.value, known_fields, row.where)
 

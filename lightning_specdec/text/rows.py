@@ -76,9 +76,10 @@ def read_json_rows(text: str, path: Path) -> list[Row] | None:
     Raises:
         ValueError: a line of a .jsonl file is not JSON.
     """
-    if path.suffix in JSON_LINES_SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix in JSON_LINES_SUFFIXES:
         return read_json_lines(text, path)
-    if path.suffix != ".json":
+    if suffix != ".json":
         return None
 
     try:
