@@ -237,7 +237,7 @@ def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, cor
         (("--recipe", "eagle", "--target", target, "--text", text, "--minutes", "-1"), "minutes"),
         (
             ("--recipe", "eagle", "--target", target, "--text", text, "--minutes", "0.0001"),
-            "too few for one checkpoint",
+            "is too short",
         ),
     ]
     for words, message in faults:
