@@ -303,6 +303,11 @@ RENDERED = {
     "whitespace": "  {% if true %}\n x\n  {% endif %}\n",
     "time": "{{ strftime_now('%Y') }}",
     "padding": "{{ 'a'.ljust(9) }}{{ 'a'|center(9) }}{{ '%05d %s' % (200000, 'a') }}{{ 9 % 7 }}",
+    "JSON by formats": (
+        """{{ '{"a": {"b": "%s"}}' % 'c' }}{{ '{}' }}"""
+        """{% set form = '{' ~ '{"a": "{}", "b": {' ~ '{"c": 1}' ~ '}}' ~ '}' %}"""
+        """{{ form.format('d') }}"""
+    ),
     "formats": "{{ '{:>9}'.format('100% {x:500000}') }}{{ '%s: %d'|format('a', 200000) }}",
 }
 

@@ -34,8 +34,10 @@ PADDING_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"
 """Methods of texts, bytes and integers of which an argument is a width."""
 REMOVED_FILTERS = ("pprint", "urlize", "wordwrap")
 """Filters for web pages, which can run for minutes without a check. No chat template needs them."""
-_LARGE_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:[0-9]{5,}|\*)|\{[^{}]*:[^{}]*(?:[0-9]{5,}|\{)")
-"""A width of five digits or more, or from a value, in a format string of either kind."""
+_LARGE_PERCENT_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:[0-9]{5,}|\*)")
+"""A width of five digits or more, or from a value, in a format string with percent signs."""
+_LARGE_BRACE_WIDTH = re.compile(r"\{[^{}:]*:[^{}]*(?:[0-9]{5,}|\{)")
+"""The same in a format string with braces."""
 
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 """When the template that is being rendered must be done, by the thread's processor time."""
@@ -135,7 +137,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Called by the sandbox for each attribute; not None for the methods that format a text."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
-            _check_format(value.__self__)
+            # Doubled braces are written as single ones.
+            format_text = value.__self__.replace("{{", "").replace("}}", "")
+            _check_format(format_text, _LARGE_BRACE_WIDTH)
         return wrapped
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -143,7 +147,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(left, int) and isinstance(right, int):
             _check_integers(operator, left, right)
         elif operator == "%":
-            _check_format(left)
+            _check_format(left, _LARGE_PERCENT_WIDTH)
         elif operator == "*":
             _check_repetition(left, right)
         return _check_size(super().call_binop(context, operator, left, right))
@@ -224,7 +228,7 @@ def _check_filtered_width(context: Any, value: Any) -> Any:
 @pass_context
 def _check_filtered_format(context: Any, value: Any) -> Any:
     """Return the format string of a filter, if its widths are below the limit."""
-    _check_format(value)
+    _check_format(value, _LARGE_PERCENT_WIDTH)
     return value
 
 
@@ -233,9 +237,9 @@ def _check_width(value: Any) -> None:
         _refuse_above(value, MAX_WIDTH, "texts padded to widths")
 
 
-def _check_format(text: Any) -> None:
+def _check_format(text: Any, large_width: re.Pattern[str]) -> None:
     """Refuse a format string with a large width, or with one that comes from a value."""
-    if isinstance(text, str) and _LARGE_WIDTH.search(text):
+    if isinstance(text, str) and large_width.search(text):
         raise TemplateRuntimeError(f"it creates texts padded to widths larger than {MAX_WIDTH}")
 
 
