@@ -219,7 +219,7 @@ def train(names: Sequence[str], options: argparse.Namespace) -> None:
     for run in runs:
         save(run, target, options)
         with replaced(record_of(run.name, options)) as file:
-            file.write((json.dumps(told(run, options), indent=1) + "\n").encode())
+            file.write((json.dumps(message(run, options), indent=1) + "\n").encode())
 
 
 def epoch_of(data: GeneratedText, epoch: int) -> Any:
@@ -262,7 +262,7 @@ def record_of(name: str, options: argparse.Namespace) -> Path:
     return path
 
 
-def told(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+def message(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     """A training's record."""
     return {
         "minutes": run.seconds / 60,

@@ -61,7 +61,7 @@ def speculators(output: Path, layer: Any, **options: Any) -> None:
     layer._attn_implementation = "eager"
     verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
     proposals = [GreedyTokenProposalConfig(speculative_tokens=3)]
-    told = {
+    message = {
         "algorithm": "eagle3",
         "default_proposal_method": "greedy",
         "proposal_methods": proposals,
@@ -70,7 +70,7 @@ def speculators(output: Path, layer: Any, **options: Any) -> None:
         transformer_layer_config=layer,
         draft_vocab_size=W,
         eagle_aux_hidden_state_layer_ids=[1, 3, 4],
-        speculators_config=SpeculatorsConfig(**told, verifier=verifier),
+        speculators_config=SpeculatorsConfig(**message, verifier=verifier),
         **options,
     )
     model = Eagle3DraftModel(config).eval()

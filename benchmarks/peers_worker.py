@@ -317,7 +317,7 @@ def installed(packages: Sequence[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    message = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries print to stdout, which must hold answers only
 
@@ -326,8 +326,8 @@ def main() -> None:
         answers.flush()
 
     try:
-        kind: Any = ENGINES[told["engine"]]
-        engine = kind(told["files"], told["load"], told["threads"])
+        kind: Any = ENGINES[message["engine"]]
+        engine = kind(message["files"], message["load"], message["threads"])
         say({"versions": installed(kind.packages)})
     except Exception as error:  # the driver records any failure of an engine as its result
         say({"error": reason(error)})

@@ -127,7 +127,7 @@ def bench_table() -> str:
     for name in bench_names():
         report = Report.of(read(BENCH_RESULTS / name))
         for advice in report.advice:
-            cells = [cell for cell in report.cells if cell.case.place == advice.place]
+            cells = [cell for cell in report.cells if cell.case.workload == advice.workload]
             rows.append((name, *_bench_row(advice, cells)))
     return Table(headings, rows).markdown().rstrip("\n")
 
@@ -138,7 +138,7 @@ def _bench_row(advice: Advice, cells: Sequence[Comparison]) -> tuple[str, ...]:
     Args:
         cells: all cells that were measured in this setting.
     """
-    pair, domain, temperature, batch_size, _ = advice.place
+    pair, domain, temperature, batch_size, _ = advice.workload
     labels = (pair, domain, f"{temperature:g}", str(batch_size), advice.choice)
     best = advice.best
     if best is None or best.walltime_speedup is None:

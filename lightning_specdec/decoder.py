@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 
 from lightning_specdec.checkpoints import checkpoint, load_pair
-from lightning_specdec.checkpoints.loading import wrapped
+from lightning_specdec.checkpoints.loading import wrap_model
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, Choice
@@ -138,7 +138,7 @@ class SpeculativeDecoder:
         num_draft_tokens: WindowChoice = 3,
         drafts: Mapping[str, Drafter] | None = None,
     ) -> None:
-        self.target: LanguageModel = wrapped(target)
+        self.target: LanguageModel = wrap_model(target)
         if tokenizer is not None:
             if not isinstance(tokenizer, Tokenizer):
                 # EOS tokens may be named only there. A `HuggingFaceLM` holds the model.
@@ -733,7 +733,7 @@ class SpeculativeDecoder:
         trainer.fit(module.train(), datamodule=datamodule)
 
         self.prompts = datamodule.prompts()
-        self.recipe = module.recipe()
+        self.recipe = module.training_record()
         if datamodule.tokenizer is not None:
             self.read_text(named_tokenizer(datamodule.tokenizer))
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -747,7 +747,7 @@ def _as_drafter(drafter: AnyDrafter, target: LanguageModel) -> Drafter:
     """
     if drafter is None:
         drafter = NGramDrafter()
-    drafter = wrapped(drafter)
+    drafter = wrap_model(drafter)
     if isinstance(drafter, LanguageModel):
         drafter = ModelDrafter(drafter)
     if isinstance(drafter, Drafter):

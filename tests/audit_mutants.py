@@ -220,7 +220,7 @@ class KeepsTheSecondBest(ExactMatch):
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         second_choices = sampling.probs(target_logits[:, :-1]).topk(2).indices[..., 1]
-        return Verdict(verdict.kept | (draft.tokens == second_choices), verdict.endings)
+        return Verdict(verdict.accepted | (draft.tokens == second_choices), verdict.endings)
 
 
 class DecidesAtRandom(RejectionSampling):

@@ -88,12 +88,12 @@ def listing(directory: Path) -> dict[str, tuple[int, int]]:
     return files
 
 
-def refused(*arguments: str, told: str = "", stdin: str = "") -> Outcome:
+def refused(*arguments: str, message: str = "", stdin: str = "") -> Outcome:
     """Check that a call is refused in one line and writes nothing in the current directory.
 
     Args:
         arguments: words of the command line.
-        told: text that the error message contains.
+        message: text that the error message contains.
         stdin: what the call reads from standard input.
     """
     directory = Path.cwd()
@@ -107,7 +107,7 @@ def refused(*arguments: str, told: str = "", stdin: str = "") -> Outcome:
     assert outcome.out == "", (arguments, outcome)
 
     assert outcome.err.startswith("error: "), (arguments, outcome)
-    assert told in outcome.err, (arguments, outcome)
+    assert message in outcome.err, (arguments, outcome)
     assert outcome.err.count("\n") == 1, outcome.err
     assert outcome.err.endswith("\n"), outcome.err
     assert len(outcome.err) < 600, outcome.err

@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Order the tests, and skip those on the real model unless they are requested.
 
     Tests of the trained run come late, when it is trained. OpenVINO's come last: a process that
-    used it can crash when it is forked and the fork is told to stop.
+    used it can crash when it is forked and the fork is message to stop.
     """
 
     def runs_late(item: Any) -> tuple[bool, bool]:

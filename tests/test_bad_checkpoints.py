@@ -115,7 +115,7 @@ def test_a_checkpoint_that_does_not_hold_together_is_refused(ckpt: str, damage: 
     content = copy.deepcopy(torch.load(ckpt, weights_only=True))
     DAMAGES[damage](content)
     torch.save(content, "bad.ckpt")
-    refused(*OF_A_CHECKPOINT["decode"]("bad.ckpt"), told="bad.ckpt")
+    refused(*OF_A_CHECKPOINT["decode"]("bad.ckpt"), message="bad.ckpt")
     assert not Path("exploded").exists()
 
 
@@ -182,7 +182,8 @@ def test_a_small_checkpoint_that_would_fill_any_memory_is_refused_before_it_is_c
     torch.save(content, "bad.ckpt")
     assert Path("bad.ckpt").stat().st_size < 1_000_000
     refused(
-        *OF_A_CHECKPOINT["decode"]("bad.ckpt"), told="more plain values than any checkpoint needs"
+        *OF_A_CHECKPOINT["decode"]("bad.ckpt"),
+        message="more plain values than any checkpoint needs",
     )
 
 
@@ -220,7 +221,7 @@ def make_files(good: Path) -> list[str]:
 @pytest.mark.parametrize("verb", OF_A_CHECKPOINT)
 def test_a_file_that_is_no_checkpoint_is_refused_by_every_verb(ckpt: str, verb: str) -> None:
     for name in make_files(Path(ckpt)):
-        refused(*OF_A_CHECKPOINT[verb](name), told=name)
+        refused(*OF_A_CHECKPOINT[verb](name), message=name)
     assert not Path("exploded").exists()
 
 
@@ -243,7 +244,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_before_it_begins(ckpt: str, dam
     content = copy.deepcopy(torch.load(ckpt, weights_only=True))
     RUN_DAMAGES[damage](content)
     torch.save(content, "bad.ckpt")
-    refused(*OF_A_CHECKPOINT["fit"]("bad.ckpt"), told="bad.ckpt")
+    refused(*OF_A_CHECKPOINT["fit"]("bad.ckpt"), message="bad.ckpt")
 
 
 def test_what_a_run_says_of_lightning_and_its_hyperparameters_is_not_read(ckpt: str) -> None:

@@ -64,7 +64,7 @@ pytestmark = pytest.mark.usefixtures("here")
     ],
 )
 def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], message: str) -> None:
-    refused(*arguments, told=message)
+    refused(*arguments, message=message)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], message
 def test_a_word_too_many_is_answered_by_what_the_verb_accepts(
     arguments: list[str], message: str
 ) -> None:
-    refused(*arguments, told=f"unrecognized arguments: {arguments[-1]}: ")
-    refused(*arguments, told=message)
+    refused(*arguments, message=f"unrecognized arguments: {arguments[-1]}: ")
+    refused(*arguments, message=message)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_an_option_out_of_range_is_refused(ckpt: str, options: str, message: str
     Path("prompts.txt").write_text("1 2 3\n\n4 50\n")
     Path("binary.txt").write_bytes(b"\x80\x81")
     Path("deep.jsonl").write_text("[" * 100_000)
-    refused("decode", "--ckpt", ckpt, *options.split(), told=message)
+    refused("decode", "--ckpt", ckpt, *options.split(), message=message)
 
 
 def exponential_aliases() -> str:
@@ -145,13 +145,13 @@ def test_yaml_that_would_exhaust_stack_or_memory_is_one_line(bad: str) -> None:
     text, message = BAD_YAML[bad]
     Path("bad.yaml").write_text(text)
     for verb in ("fit", "bench"):
-        refused(verb, "--config", "bad.yaml", told=message)
+        refused(verb, "--config", "bad.yaml", message=message)
 
 
 def test_a_file_below_a_file_is_refused_with_what_to_do(ckpt: str) -> None:
     Path("afile").touch()
     message = "afile: a file is where a directory must be: name another place"
-    refused("export", "--ckpt", ckpt, "--output", "afile/x.safetensors", told=message)
+    refused("export", "--ckpt", ckpt, "--output", "afile/x.safetensors", message=message)
 
 
 def test_a_checkpoint_that_asks_to_run_code_is_refused_by_the_installed_script() -> None:

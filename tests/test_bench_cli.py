@@ -240,17 +240,17 @@ def test_a_config_that_is_wrong_is_one_line(changes: dict[str, Any], message: st
 
 
 def test_other_bad_input_is_one_line() -> None:
-    refused("bench", told="--config is missing: give a YAML file")
-    refused("bench", "--config", "gone.yaml", told="gone.yaml: No such file or directory")
-    refused("bench", "--config", "tiny.yaml", "tiny.yaml", told="two configs are called tiny")
+    refused("bench", message="--config is missing: give a YAML file")
+    refused("bench", "--config", "gone.yaml", message="gone.yaml: No such file or directory")
+    refused("bench", "--config", "tiny.yaml", "tiny.yaml", message="two configs are called tiny")
     Path("tiny.yaml").write_text("pairs: [")
-    refused(*BENCH, told="is not valid YAML")
+    refused(*BENCH, message="is not valid YAML")
 
 
 def test_another_config_under_the_same_name_is_refused() -> None:
     succeed(*BENCH)
     write_config("other.yaml", name="tiny", seed=1)
-    refused("bench", "--config", "other.yaml", told="config.seed changed from 0 to 1")
+    refused("bench", "--config", "other.yaml", message="config.seed changed from 0 to 1")
     succeed("bench", "--config", "other.yaml", "--name", "second")
     assert sorted(os.listdir("results")) == ["second", "tiny"]
 

@@ -302,7 +302,7 @@ def test_blocks_begin_all_over_a_text_and_everywhere_when_they_are_measured() ->
     for step in range(40):
         module.trainer.global_step = step
         steps = module.draft_steps(batch, outputs)
-        first_anchor = steps[0].first - 1
+        first_anchor = steps[0].first_index - 1
         first_anchors.add(first_anchor)
         for slot, draft_step in enumerate(steps):
             predicted = range(10)[draft_step.predicted]

@@ -139,7 +139,7 @@ def test_a_description_larger_than_its_weights_costs_nothing(content: dict[str, 
         bad = copy.deepcopy(content)
         bad[checkpoint.KEY]["target"]["arguments"]["model"][key] = value
         torch.save(bad, "bad.ckpt")
-        refused("info", "--ckpt", "bad.ckpt", told="bad.ckpt")
+        refused("info", "--ckpt", "bad.ckpt", message="bad.ckpt")
 
 
 WRONG_VALUES: list[Any] = [
@@ -227,7 +227,9 @@ def test_decoding_names_a_draft_of_the_checkpoint() -> None:
         draft_option = () if name is None else ("--draft", name)
         succeed("decode", "--ckpt", "several.ckpt", "--repeats", "0", *draft_option)
     assert len(outputs) == 1, "whichever draft is used, the output is the target's"
-    refused("decode", "--ckpt", "several.ckpt", "--draft", "huge", told="it has small, tiny, early")
+    refused(
+        "decode", "--ckpt", "several.ckpt", "--draft", "huge", message="it has small, tiny, early"
+    )
 
 
 DOCUMENT_DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -245,7 +247,7 @@ def test_drafts_that_do_not_hold_together_are_refused(damage: str) -> None:
     bad = checkpoint.read("several.ckpt")
     DOCUMENT_DAMAGES[damage](bad[checkpoint.KEY])
     torch.save(bad, "bad.ckpt")
-    refused("info", "--ckpt", "bad.ckpt", told="bad.ckpt")
+    refused("info", "--ckpt", "bad.ckpt", message="bad.ckpt")
 
 
 def test_parts_nested_without_end_are_refused() -> None:
@@ -256,7 +258,7 @@ def test_parts_nested_without_end_are_refused() -> None:
         spec = {"class": "ModelDrafter", "arguments": {"model": [spec, spec]}}
     bad[checkpoint.KEY]["drafter"] = spec
     torch.save(bad, "bad.ckpt")
-    refused("info", "--ckpt", "bad.ckpt", told="too deeply")
+    refused("info", "--ckpt", "bad.ckpt", message="too deeply")
 
 
 def test_recurrent_checkpoints_need_no_transformers() -> None:

@@ -190,8 +190,8 @@ def test_an_export_replaces_nothing_but_an_earlier_export(ckpt: str, here: None)
     Path("README.md").write_text("read me")
     export = ("export", "--ckpt", "trained.ckpt", "--output")
     for path in ("trained.ckpt", "link.ckpt", "README.md", "/dev/null"):
-        refused(*export, path, told="choose another")
-    refused(*export, "README.md/new.ckpt", told="README.md")
+        refused(*export, path, message="choose another")
+    refused(*export, "README.md/new.ckpt", message="README.md")
 
     succeed(*export, "new.ckpt")
     succeed(*export, "new.ckpt")

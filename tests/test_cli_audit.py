@@ -107,7 +107,7 @@ def test_what_an_interrupted_audit_has_found_is_shown() -> None:
     ],
 )
 def test_bad_input_is_one_line(options: tuple[str, ...], message: str) -> None:
-    refused(*AUDIT, *options, told=message)
+    refused(*AUDIT, *options, message=message)
 
 
 @pytest.mark.parametrize("name", ["rnn", "early_exit", "medusa", "text"])

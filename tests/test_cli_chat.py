@@ -155,18 +155,18 @@ def test_what_cannot_chat_is_refused_in_one_line(model: str, here: None) -> None
     tokenizer = text_cases.byte_level()
     tokenizer.chat_template = None
     tiny_models.write(Path("base"), tokenizer=tokenizer)
-    refused("chat", told="name the models by one of")
+    refused("chat", message="name the models by one of")
     message = "chat takes --pair or --target, since a checkpoint has no chat template"
-    refused("chat", "--ckpt", "x.ckpt", told=message)
-    refused("chat", "--target", "base", told="has no chat template")
-    refused("chat", "--pair", "smolm2", told="did you mean smollm2?")
+    refused("chat", "--ckpt", "x.ckpt", message=message)
+    refused("chat", "--target", "base", message="has no chat template")
+    refused("chat", "--pair", "smolm2", message="did you mean smollm2?")
 
     chat = ("chat", "--target", model)
-    refused(*chat, "--num_draft_tokens", "some", told="num_draft_tokens")
-    refused(*chat, "--stop", "", stdin="a\n", told="stop string is empty")
-    refused(*chat, stdin="the oak " * 600 + "\n", told="begin a new one")
+    refused(*chat, "--num_draft_tokens", "some", message="num_draft_tokens")
+    refused(*chat, "--stop", "", stdin="a\n", message="stop string is empty")
+    refused(*chat, stdin="the oak " * 600 + "\n", message="begin a new one")
     for command in ("/clear", "/save chat.txt", "/reset now"):
-        refused(*chat, stdin=f"{command}\n", told=f"no command {command}: /reset starts")
+        refused(*chat, stdin=f"{command}\n", message=f"no command {command}: /reset starts")
 
     path_question = succeed(*chat, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n")
     assert path_question.out, "a path is text, not a command"

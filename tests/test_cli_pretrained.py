@@ -155,13 +155,13 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
 )
 def test_what_cannot_be_decoded_is_one_line_and_exit_code_2(arguments: str, message: str) -> None:
     Path("null.jsonl").write_text('{"prompt": "a"}\n{"prompt": null}\n')
-    refused("decode", *arguments.split(), told=message)
+    refused("decode", *arguments.split(), message=message)
 
 
 def test_an_unreachable_hub_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     for verb in ("decode", "info"):
-        refused(verb, "lab/model", told="the Hub returned none")
+        refused(verb, "lab/model", message="the Hub returned none")
 
 
 def test_a_pair_fits_or_not_by_text_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_a_pair_fits_or_not_by_text_and_exit_code(monkeypatch: pytest.MonkeyPatc
     # Without a known amount of memory, every pair fits.
     monkeypatch.setattr(info, "available_bytes", lambda device: None)
     assert call("info", "gpt2").code == 0
-    refused("info", "--pair", "gpt3", told="there is no pair 'gpt3'")
+    refused("info", "--pair", "gpt3", message="there is no pair 'gpt3'")
 
 
 def test_info_of_a_directory_loads_the_model() -> None:
@@ -196,4 +196,4 @@ def test_info_of_a_directory_loads_the_model() -> None:
     text = succeed("info", "target", "--quantization", "int8").out
     assert "LlamaForCausalLM" in text
     assert "int8" in text
-    refused("info", "target", "--quantization", "int4", told="CUDA GPU only")
+    refused("info", "target", "--quantization", "int4", message="CUDA GPU only")

@@ -180,4 +180,4 @@ def test_the_table_is_ordered_by_the_lower_ends_of_the_intervals(
     ids=str,
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    refused("sweep", "--ckpt", RNN, *arguments, told=message)
+    refused("sweep", "--ckpt", RNN, *arguments, message=message)

@@ -96,10 +96,10 @@ def test_the_chance_of_each_position_is_the_overlap_of_both_distributions_there(
             draft_probs = draft_logits.softmax(-1)
             overlaps: list[Tensor] = []
             # The first draft token of a round is a new token.
-            first_token = max(3 + i, step.first)
+            first_token = max(3 + i, step.first_index)
             for row_index, row in enumerate(rows):
                 for token_index in range(first_token, len(row)):
-                    token_draft_probs = draft_probs[row_index, token_index - step.first]
+                    token_draft_probs = draft_probs[row_index, token_index - step.first_index]
                     token_target_probs = target_probs[row_index, token_index - 1]
                     overlaps.append(torch.minimum(token_draft_probs, token_target_probs).sum())
             rate, _ = means[f"position_{i + 1}/sampling_acceptance_rate"]
@@ -118,8 +118,8 @@ def test_prompts_are_learned_from_only_when_asked() -> None:
         for step in module.draft_steps(batch, module.read(batch, "train")):
             mask = step.learned(batch, prompts=learn_from_prompts)
             for row_mask, length in zip(mask, (7, 5), strict=True):
-                tokens = step.first + row_mask.nonzero()[:, 0]
-                assert tokens.tolist() == list(range(max(first_token, step.first), length))
+                tokens = step.first_index + row_mask.nonzero()[:, 0]
+                assert tokens.tolist() == list(range(max(first_token, step.first_index), length))
 
 
 def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_the_targets_rows() -> None:

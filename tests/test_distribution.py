@@ -339,7 +339,9 @@ class NoResidual(RejectionSampling):
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
-        return Verdict(verdict.kept, sampling.sample(target_logits, column(noise, Purpose.CORRECT)))
+        return Verdict(
+            verdict.accepted, sampling.sample(target_logits, column(noise, Purpose.CORRECT))
+        )
 
 
 class BonusFromDraft(RejectionSampling):

@@ -151,7 +151,7 @@ def test_the_shipped_config_trains_a_draft_that_decodes(
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: layers_training(draft_layers=None), "got neither: give draft or draft_layers"),
         (lambda: layers_training(draft_layers=[0, 9]), "a layer must be from 0 to 2, got 9"),
@@ -180,8 +180,8 @@ def test_the_shipped_config_trains_a_draft_that_decodes(
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()
 
 

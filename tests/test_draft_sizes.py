@@ -100,16 +100,16 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("told", REFUSED)
-def test_drafts_that_do_not_fit_are_refused(told: str) -> None:
-    names, options = REFUSED[told]
+@pytest.mark.parametrize("message", REFUSED)
+def test_drafts_that_do_not_fit_are_refused(message: str) -> None:
+    names, options = REFUSED[message]
     models_by_name: dict[str, LanguageModel] = {
         **models(),
         "other": RNN(31),
         "a.b": RNN(30),
         "staged": RNN(30, hidden_size=4),
     }
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         PairTraining(RNN(30), drafts={name: models_by_name[name] for name in names}, **options)
 
 
@@ -153,7 +153,7 @@ def test_a_run_does_not_go_on_with_other_settings(
 ) -> None:
     directory, _ = trained
     monkeypatch.chdir(directory)
-    options, told = CHANGES[change]
+    options, message = CHANGES[change]
     resumed = (
         "fit",
         "--config",
@@ -163,7 +163,7 @@ def test_a_run_does_not_go_on_with_other_settings(
         "--ckpt_path",
         "last",
     )
-    refused(*resumed, *options, told=told)
+    refused(*resumed, *options, message=message)
 
 
 def test_a_run_goes_on_with_the_same_settings(
@@ -185,7 +185,7 @@ def test_typing_errors_in_a_models_config_are_told(
 ) -> None:
     config = shrunk("transformer", tmp_path)
     monkeypatch.chdir(tmp_path)
-    for old, new, told in (
+    for old, new, message in (
         (
             "intermediate_size",
             "intermediat_size",
@@ -195,7 +195,7 @@ def test_typing_errors_in_a_models_config_are_told(
         ("HuggingFaceLM", "HugingFaceLM", "HugingFaceLM"),
     ):
         Path("wrong.yaml").write_text(config.read_text().replace(old, new))
-        refused("fit", "--config", "wrong.yaml", told=told)
+        refused("fit", "--config", "wrong.yaml", message=message)
 
 
 def test_stages_are_measured_as_their_largest_draft_which_they_draft_as() -> None:

@@ -325,13 +325,13 @@ def test_min_confidence_may_be_given_to_a_head_from_a_file(
     outcome = succeed(*decode, "EagleDrafter", "--drafter.min_confidence", "1")
     assert "output identical" in outcome.out
     message = "the draft is a EagleDrafter with its own settings: drop --drafter.head_size"
-    refused(*decode, "EagleDrafter", "--drafter.head_size", "2", told=message)
+    refused(*decode, "EagleDrafter", "--drafter.head_size", "2", message=message)
     refused(
         *decode,
         "EagleDrafter",
         "--drafter.min_confidence",
         "2",
-        told="min_confidence must be in [0, 1]",
+        message="min_confidence must be in [0, 1]",
     )
     plain.with_drafter(
         NGramWithFallback.for_target(plain.target, drafter.fallback.at(0))
@@ -346,5 +346,8 @@ def test_min_confidence_may_be_given_to_a_head_from_a_file(
     assert (joined.lookup.settings.min_ngram, joined.fallback.settings.min_confidence) == (3, 1)
     model = ("decode", "--target", home, "--draft", home, "--drafter", "NGramWithFallback")
     refused(
-        *model, "--drafter.min_confidence", "1", told="ModelDrafter has no min_confidence: drop it"
+        *model,
+        "--drafter.min_confidence",
+        "1",
+        message="ModelDrafter has no min_confidence: drop it",
     )

@@ -126,7 +126,7 @@ def test_on_bytes_every_loss_is_shown_in_bits_per_byte(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"exit_layer": 0}, "exit_layer must be from 1 to 3, got 0"),
         ({"exit_layer": 2, "layer_dropout": 1.5}, r"layer_dropout must be in \[0, 1\], got 1.5"),
@@ -137,8 +137,8 @@ def test_on_bytes_every_loss_is_shown_in_bits_per_byte(monkeypatch: pytest.Monke
         ),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(arguments: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_does_not_fit_the_model_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         EarlyExitTraining(target(), **arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="RNN has no layers to exit from"):
         EarlyExitTraining(RNN(50), 1)

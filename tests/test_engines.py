@@ -668,15 +668,15 @@ def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: N
 
     refused(
         *("export", *first, "--format", "vllm", "--output", "second"),
-        told="is there already",
+        message="is there already",
     )
     refused(
         *("export", *first, "--format", "llama.cpp", "--output", "x"),
-        told="feature_norms",
+        message="feature_norms",
     )
     refused(
         *("export", "--draft", "first", "--format", "vllm", "--output", "x"),
-        told="--target is missing",
+        message="--target is missing",
     )
     Path("first/model.safetensors").write_bytes(b"")
-    refused("decode", *first, told="truncated or damaged")
+    refused("decode", *first, message="truncated or damaged")

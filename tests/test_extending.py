@@ -128,13 +128,13 @@ def test_a_foreign_drafter_inside_another_is_loaded_with_it_by_whoever_names_it(
         ("info", "pair.safetensors"),
         ("export", "--ckpt", "pair.safetensors", "--output", "again.safetensors"),
     ):
-        refused(*verb, told=f"--drafter {name}")
+        refused(*verb, message=f"--drafter {name}")
         assert succeed(*verb, "--drafter", name).out
     assert (
         f"fallback={name}(length=2)" in succeed("info", "again.safetensors", "--drafter", name).out
     )
-    told = "drop --drafter.length"
-    refused("info", "pair.safetensors", "--drafter", name, "--drafter.length", "3", told=told)
+    message = "drop --drafter.length"
+    refused("info", "pair.safetensors", "--drafter", name, "--drafter.length", "3", message=message)
     refused(
         "decode",
         "pair.safetensors",
@@ -144,9 +144,9 @@ def test_a_foreign_drafter_inside_another_is_loaded_with_it_by_whoever_names_it(
         "3",
         "--repeats",
         "0",
-        told=told,
+        message=message,
     )
-    refused("info", "configs", "--drafter", name, told="give a checkpoint or a draft file")
+    refused("info", "configs", "--drafter", name, message="give a checkpoint or a draft file")
     both = {"main": decoder.with_drafter("NGramDrafter").drafter, "own": wrapped}
     checkpoint.save("both.safetensors", decoder.target, both)
     with pytest.raises(ValueError, match="is the class of the draft own: say which"):
@@ -227,12 +227,12 @@ def test_a_lightning_module_of_ones_own_resumes_from_its_checkpoints_and_from_no
     torch.save(content, "smaller.ckpt")
     torch.save({"state_dict": {}}, "empty.ckpt")
     torch.save({**content, "hyper_parameters": {"cwd": Path()}}, "object.ckpt")
-    for name, told in (
+    for name, message in (
         ("smaller", "of other weights"),
         ("empty", "networks of other shapes"),
         ("object", "asks to run code"),
     ):
-        with pytest.raises(AssertionError, match=told):
+        with pytest.raises(AssertionError, match=message):
             succeed("fit", *options, "--trainer.max_epochs", "9", "--ckpt_path", f"{name}.ckpt")
     refused(
         "validate",
@@ -241,9 +241,9 @@ def test_a_lightning_module_of_ones_own_resumes_from_its_checkpoints_and_from_no
         "false",
         "--ckpt_path",
         "checkpoints/rnn.safetensors",
-        told="networks",
+        message="networks",
     )
-    refused("decode", str(last), told="its own training modules")
+    refused("decode", str(last), message="its own training modules")
 
 
 def test_data_without_a_vocabulary_say_what_to_do(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_data_without_a_vocabulary_say_what_to_do(tmp_path: Path) -> None:
         source.replace("= vocab_size,", "= 12,").replace("self.vocab_size", "self.size")
     )
     options = ("--data", "no_size.Counting", "--trainer.max_epochs", "1")
-    refused("fit", "--config", "configs/rnn.yaml", *options, told="no argument vocab_size")
+    refused("fit", "--config", "configs/rnn.yaml", *options, message="no argument vocab_size")
 
 
 def test_the_drafter_changes_no_output_and_is_saved_and_loaded_by_whoever_names_it(

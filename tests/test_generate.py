@@ -218,7 +218,7 @@ def test_a_signal_ends_the_run_at_once_and_keeps_what_is_finished(
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         (("--model.seed", "6"), "text holds another run's text (of another arguments)"),
         (("--data.num_prompts", "5"), "(of another data, num_prompts, prompts_sha256)"),
@@ -236,7 +236,7 @@ def test_what_cannot_be_generated_is_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     more: tuple[str, ...],
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -248,7 +248,9 @@ def test_what_cannot_be_generated_is_one_line(
     )
     contents_before = contents(tmp_path / "text")
     outcome = call(*command(target, *more))
-    assert outcome.code == 2 and outcome.out == "" and told in outcome.err.splitlines()[-1], outcome
+    assert outcome.code == 2 and outcome.out == "" and message in outcome.err.splitlines()[-1], (
+        outcome
+    )
     assert outcome.err.splitlines()[-1].startswith("error: ") and outcome.err.count("error") == 1
     assert contents(tmp_path / "text") == contents_before
 

@@ -191,7 +191,7 @@ def refused(outcome: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "more", "told"),
+    ("engine", "more", "message"),
     [
         ("http://127.0.0.1:9", (), "http://127.0.0.1:9 cannot be reached"),
         ("ftp://here", (), "begins with http:// or https://"),
@@ -208,14 +208,14 @@ def refused(outcome: Any, message: str) -> None:
 def test_an_engine_that_is_not_there_is_one_line_and_leaves_nothing(
     engine: str,
     more: tuple[str, ...],
-    told: str,
+    message: str,
     target: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)
-    refused(call(*command(target, engine, *more)), told)
+    refused(call(*command(target, engine, *more)), message)
     assert not (tmp_path / "text").exists()
 
 

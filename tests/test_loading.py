@@ -198,10 +198,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_refused_in_one_line(name: str, copied: Path) -> None:
-    change, told = BROKEN[name]
+    change, expected_message = BROKEN[name]
     change(copied)
     message = refusal(copied)
-    assert told in message and str(copied) in message, message
+    assert expected_message in message and str(copied) in message, message
 
 
 def test_code_of_a_model_never_runs_unless_it_is_trusted(copied: Path, tmp_path: Path) -> None:
@@ -216,15 +216,15 @@ def test_code_of_a_model_never_runs_unless_it_is_trusted(copied: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         ("./nowhere", "there is no directory ./nowhere"),
         ("lab/..", "there is no directory lab/.."),
         (__file__, "is a file"),
     ],
 )
-def test_a_name_that_can_be_no_model_is_refused(source: str, told: str) -> None:
-    assert told in refusal(source)
+def test_a_name_that_can_be_no_model_is_refused(source: str, message: str) -> None:
+    assert message in refusal(source)
 
 
 @pytest.fixture
@@ -254,13 +254,13 @@ def test_nothing_big_is_downloaded_for_a_memory_that_cannot_hold_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [("gated", "gated"), ("private", "401"), ("unknown", "404"), ("broken", "500")],
 )
 def test_what_the_hub_refuses_is_told_in_one_line_at_once(
-    on_hub: list[str], name: str, told: str
+    on_hub: list[str], name: str, message: str
 ) -> None:
-    assert told in refusal(f"lab/{name}")
+    assert message in refusal(f"lab/{name}")
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -193,7 +193,7 @@ class KeepsAll(ExactMatch):
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
-        return Verdict(verdict.kept | True, verdict.endings)
+        return Verdict(verdict.accepted | True, verdict.endings)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -78,7 +78,7 @@ def test_a_checkpoints_target_takes_new_heads_and_stays_as_it_is_in_every_bit(
     for vocab_size in (256, 24):
         other_target = stored(tmp_path / f"{vocab_size}.ckpt", vocab_size, "bytes")
         message = f"has {vocab_size} tokens and the tokenizer bytes, the data have 24 and none"
-        refused(*fit_command, other_target, told=message)
+        refused(*fit_command, other_target, message=message)
 
 
 def test_the_target_may_be_a_directory_of_transformers(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lightning_specdec.data import Batch, SequenceFile, TokenData
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.training import (
-    FeaturesByNeed,
+    AutoFeatures,
     OfflineFeatures,
     OnlineFeatures,
     offline_features,
@@ -225,7 +225,7 @@ def test_a_target_without_a_separate_output_head_is_read_online_in_a_run_of_any_
     data.trainer = Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=100
     )
-    features = FeaturesByNeed(str(tmp_path / "cache"))
+    features = AutoFeatures(str(tmp_path / "cache"))
 
     # Reading is not timed for a decision that the family has already made.
     with monkeypatch.context() as patch:

@@ -372,15 +372,15 @@ def test_a_model_is_converted_once_and_nobody_is_told(
 ) -> None:
     transformers.utils.logging.warning_once.cache_clear()
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    told: list[Any] = []
+    reports: list[Any] = []
     monkeypatch.setattr(
         "openvino_telemetry.backend.backend_ga4.GA4Backend.send",
-        lambda self, message: told.append(message),
+        lambda self, message: reports.append(message),
     )
     model = HuggingFaceLM(tiny("llama"))
     first = OpenVINOLM.of(model)
     monkeypatch.setattr("lightning_specdec.models.openvino.convert", None)
-    assert OpenVINOLM.of(model).directory == first.directory and not told and not caplog.messages
+    assert OpenVINOLM.of(model).directory == first.directory and not reports and not caplog.messages
     weights, sums = first.directory / "model.bin", first.directory / "sha256.json"
     for file, damage in (
         (weights, weights.read_bytes()[:-1]),
@@ -459,18 +459,24 @@ def test_a_model_is_loaded_in_the_backend_that_is_asked_for(tmp_path: Path, cach
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "told"),
+    ("family", "options", "message"),
     [
         ("mixtral", [], "OpenVINO cannot run MixtralForCausalLM"),
         ("llama", ["--dtype", "float64"], "OpenVINO computes in float32 or bfloat16, got float64"),
     ],
 )
 def test_what_it_cannot_run_is_refused(
-    family: str, options: list[str], told: str, tmp_path: Path, cache: Path
+    family: str, options: list[str], message: str, tmp_path: Path, cache: Path
 ) -> None:
     tiny(family).save_pretrained(tmp_path / "model")
     refused(
-        "decode", "--target", str(tmp_path / "model"), "--backend", "openvino", *options, told=told
+        "decode",
+        "--target",
+        str(tmp_path / "model"),
+        "--backend",
+        "openvino",
+        *options,
+        message=message,
     )
 
 
@@ -497,7 +503,7 @@ def test_a_missing_installation_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         str(tmp_path / "model"),
         "--backend",
         "openvino",
-        told="which is not installed",
+        message="which is not installed",
     )
 
 
@@ -507,7 +513,7 @@ def test_a_cache_that_cannot_be_written_is_told(
     tiny("llama").save_pretrained(tmp_path / "model")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    refused("decode", "--target", str(tmp_path / "model"), "--backend", "openvino", told="file")
+    refused("decode", "--target", str(tmp_path / "model"), "--backend", "openvino", message="file")
 
 
 def test_a_full_disk_is_named_with_the_space_that_is_needed(cache: Path) -> None:

@@ -54,13 +54,13 @@ def test_pairs_and_models_of_the_current_directory_come_first(
     target = get_pair("smollm2").target
     local_copy = tmp_path / "checkpoints" / "smollm2"
     local_copy.mkdir(parents=True)
-    assert target.place == "HuggingFaceTB/SmolLM2-135M-Instruct", "an empty directory is no copy"
+    assert target.location == "HuggingFaceTB/SmolLM2-135M-Instruct", "an empty directory is no copy"
     (local_copy / "config.json").write_text("{}")
-    assert target.place == "checkpoints/smollm2"
+    assert target.location == "checkpoints/smollm2"
 
     pinned = replace(target, revision="v1")
-    assert pinned.place_revision is None, "a local copy has no revision"
-    assert replace(pinned, local=None).place_revision == "v1"
+    assert pinned.location_revision is None, "a local copy has no revision"
+    assert replace(pinned, local=None).location_revision == "v1"
 
 
 @pytest.mark.parametrize(

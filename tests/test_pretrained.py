@@ -77,7 +77,7 @@ def test_a_target_ends_at_its_own_eos_unless_told(models: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "told"),
+    ("target", "options", "message"),
     [
         ("target", {"drafter": "ModelDrafter"}, "needs a draft model"),
         (
@@ -107,13 +107,13 @@ def test_a_target_ends_at_its_own_eos_unless_told(models: dict[str, str]) -> Non
     ids=lambda value: str(value)[:40],
 )
 def test_what_cannot_guess_is_refused(
-    models: dict[str, str], target: str, options: dict[str, Any], told: str
+    models: dict[str, str], target: str, options: dict[str, Any], message: str
 ) -> None:
     if options.get("draft") in models:
         options = {**options, "draft": models[options["draft"]]}
     with pytest.raises(ValueError) as raised:
         SpeculativeDecoder.from_pretrained(models[target], **options)
-    assert told in str(raised.value) and "\n" not in str(raised.value)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_two_models_must_fit_the_memory_together(

@@ -71,7 +71,7 @@ def test_a_recipe_killed_in_its_first_epoch_goes_on_and_its_draft_decodes(
 
 
 def fit_for_minutes(*words: str) -> Outcome:
-    """`fit` with seconds for MINUTES, or a minute on a slow machine; what all tries told."""
+    """`fit` with seconds for MINUTES, or a minute on a slow machine; what all tries message."""
     messages = ""
     for minutes in ("0.08", "0.4", "1"):
         outcome = call(*(minutes if word == "MINUTES" else word for word in words))

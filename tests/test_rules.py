@@ -94,7 +94,7 @@ def test_identical_models_are_always_kept_and_never_nan(accept: float, sampling:
     table = torch.rand(200, 4, 3, generator=generator)
     table[..., Purpose.ACCEPT] = accept
     verdict = RejectionSampling().judge(Draft(tokens, probs=probs[:, :-1]), target, sampling, table)
-    assert bool(verdict.kept.all())
+    assert bool(verdict.accepted.all())
     assert bool((probs.gather(2, verdict.endings[..., None]) > 0).all())
 
 

@@ -110,7 +110,7 @@ def test_decode_finds_the_target_or_is_given_it_anew(tmp_path: Path) -> None:
     assert prompt["standard"]["tokens"] == tokens
 
     Path("target").rename("moved")
-    refused("decode", "--ckpt", RUN, *BRIEF, told="give its directory with --target")
+    refused("decode", "--ckpt", RUN, *BRIEF, message="give its directory with --target")
     assert decode_tokens("--ckpt", RUN, "--target", "moved") == tokens
     decoder = SpeculativeDecoder.from_checkpoint(RUN, target=load_model("moved"))
     assert decoder.decode([[1, 2, 3]], max_new_tokens=6, eos=()).tokens == [tokens]
@@ -123,17 +123,17 @@ def test_decode_finds_the_target_or_is_given_it_anew(tmp_path: Path) -> None:
 
 def test_another_target_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = ("decode", "--ckpt", RUN, *BRIEF)
-    refused(*decode, "--target", "other", told=f"{RUN} was trained for target (sha256 ")
+    refused(*decode, "--target", "other", message=f"{RUN} was trained for target (sha256 ")
 
     shutil.rmtree("target")
     Path("other").rename("target")
     with monkeypatch.context() as patch:
         # Its weights are not read.
         patch.setattr(loading, "load_model", None)
-        refused(*decode, told="has another sha256")
+        refused(*decode, message="has another sha256")
     refused(
         *("decode", "--ckpt", RUN, "--pair", "smollm2"),
-        told="name the models by one of",
+        message="name the models by one of",
     )
 
 
@@ -163,7 +163,7 @@ def test_equal_weights_are_the_same_target_in_one_file_and_in_several() -> None:
 
     shard("other")
     for draft in drafts:
-        refused("decode", "--ckpt", draft, "--target", "other", *BRIEF, told="another sha256")
+        refused("decode", "--ckpt", draft, "--target", "other", *BRIEF, message="another sha256")
 
 
 def test_a_reference_to_sharded_weights_has_no_entry_that_older_versions_refuse() -> None:
@@ -244,7 +244,7 @@ def test_an_exported_draft_names_no_directory_of_this_machine(
 
     refused(
         *("decode", "--ckpt", "draft.safetensors", *BRIEF),
-        told="give its directory with --target",
+        message="give its directory with --target",
     )
     monkeypatch.chdir(tmp_path)
     succeed("decode", "--ckpt", "draft.safetensors", *BRIEF)
@@ -331,7 +331,7 @@ def test_whatever_a_strangers_file_says_of_its_target_is_one_line(name: str) -> 
     content = copy.deepcopy(checkpoint.read(RUN))
     damage(content)
     torch.save(content, "bad.ckpt")
-    refused("decode", "--ckpt", "bad.ckpt", *BRIEF, told=message)
+    refused("decode", "--ckpt", "bad.ckpt", *BRIEF, message=message)
 
 
 def test_code_beside_a_target_is_never_run() -> None:
@@ -340,5 +340,5 @@ def test_code_beside_a_target_is_never_run() -> None:
     config = config.replace("{", '{"auto_map": {"AutoConfig": "c.C"},', 1)
     config_path.write_text(config)
     Path("target/c.py").write_text("import os; os.mkdir('exploded')")
-    refused("decode", "--ckpt", RUN, *BRIEF, told="its own Python code")
+    refused("decode", "--ckpt", RUN, *BRIEF, message="its own Python code")
     assert not Path("exploded").exists()

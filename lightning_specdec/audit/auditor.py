@@ -137,7 +137,7 @@ class KeepsEverything(ExactMatch):
 
     def judge(self, draft: Draft, *arguments: Any) -> Verdict:
         verdict = super().judge(draft, *arguments)
-        everything = torch.ones_like(verdict.kept)
+        everything = torch.ones_like(verdict.accepted)
         return Verdict(within(everything, draft.lengths), verdict.endings)
 
 
@@ -150,7 +150,7 @@ class CorrectsFromTarget(RejectionSampling):
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         target_tokens = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
-        return Verdict(verdict.kept, target_tokens)
+        return Verdict(verdict.accepted, target_tokens)
 
 
 # One object each, since results are cached by rule.

@@ -89,14 +89,14 @@ class Record:
     num_changed: int | None = None
 
     @property
-    def place(self) -> tuple[str, str, float, int, int]:
+    def workload(self) -> tuple[str, str, float, int, int]:
         """Pair, domain, temperature, batch size, requested tokens: rows are compared within it."""
         return (self.pair, self.domain, self.temperature, self.batch_size, self.max_new_tokens)
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """The place and what a user chooses (method, draft, window, rule), equal in all repeats."""
-        return (*self.place, self.method, self.draft, self.num_draft_tokens, self.rule)
+        """The workload and the choices (method, draft, window, rule), equal in all repeats."""
+        return (*self.workload, self.method, self.draft, self.num_draft_tokens, self.rule)
 
     @property
     def label(self) -> str:
@@ -506,19 +506,19 @@ def _side(rows: Sequence[Record]) -> dict[str, Any] | None:
 
 def comparisons(rows: Iterable[Record]) -> list[Comparison]:
     """The cells of all rows, in the order in which they first ran, each beside standard decoding of
-    its place."""
+    its workload."""
     rows_by_cell: dict[tuple[Any, ...], list[Record]] = {}
     for row in rows:
         rows_by_cell.setdefault(row.cell, []).append(row)
 
     groups = []
-    standard_by_place: dict[tuple[Any, ...], tuple[Record, ...]] = {}
+    standard_by_workload: dict[tuple[Any, ...], tuple[Record, ...]] = {}
     for cell_rows in rows_by_cell.values():
         sorted_rows = sorted(cell_rows, key=lambda row: row.repeat)
         groups.append(sorted_rows)
         case = sorted_rows[0]
         if case.method == STANDARD:
-            standard_by_place[case.place] = _finished(sorted_rows)
+            standard_by_workload[case.workload] = _finished(sorted_rows)
 
     cells = []
     for sorted_rows in groups:
@@ -528,7 +528,7 @@ def comparisons(rows: Iterable[Record]) -> list[Comparison]:
             Comparison(
                 case,
                 _finished(sorted_rows),
-                standard_by_place.get(case.place, ()),
+                standard_by_workload.get(case.workload, ()),
                 failures[0] if failures else None,
             )
         )

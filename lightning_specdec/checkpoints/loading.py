@@ -163,8 +163,8 @@ def _set_tokenizer(target: LanguageModel, name: str, source: PairSource) -> None
 def _load_pretrained(source: PairSource, target: Any, pack: bool) -> LoadedPair:
     """Load a pretrained target, with a draft model, a draft file, a drafter or no draft."""
     if target is None:
-        target = wrapped(source.target)
-    draft: Any = wrapped(source.draft)
+        target = wrap_model(source.target)
+    draft: Any = wrap_model(source.draft)
     draft_request = _draft_request(source, draft)
 
     # Target and draft are loaded together, because their sum must fit the memory.
@@ -202,7 +202,7 @@ def _draft_request(source: PairSource, draft: Any) -> _ModelRequest | None:
     revision = source.draft_revision
     if draft is None and source.draft_quantization is not None:
         # A quantized copy of the target drafts.
-        draft = wrapped(source.target)
+        draft = wrap_model(source.target)
         revision = source.revision
 
     if isinstance(draft, str) and not _is_trained_draft(draft):
@@ -386,7 +386,7 @@ def _with_settings(drafter: Drafter, choice: Choice) -> Drafter:
     return drafter
 
 
-def wrapped(source: Any) -> Any:
+def wrap_model(source: Any) -> Any:
     """Return a loaded module of transformers as a `HuggingFaceLM`, and anything else unchanged."""
     if not isinstance(source, nn.Module) or isinstance(source, LanguageModel | Drafter):
         return source

@@ -179,7 +179,7 @@ def _describe_pair(pair: Pair, device: str) -> dict[str, Any]:
     description: dict[str, Any] = {"name": pair.name, "description": pair.description}
     for role, model in zip(("target", "draft"), pair.models, strict=False):
         weights = model.quantization or model.dtype
-        description[role] = f"{model.place}, {model.size.parameters:,} parameters, {weights}"
+        description[role] = f"{model.location}, {model.size.parameters:,} parameters, {weights}"
     description.update(
         drafter=pair.drafter.label,
         num_draft_tokens=pair.num_draft_tokens,

@@ -33,16 +33,16 @@ class PairModel(Settings):
     revision: str | None = setting(None, "branch, tag or commit on the Hub")
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where to load it from, relative to the current directory."""
         if self.local is not None and Path(self.local, "config.json").is_file():
             return self.local
         return self.source
 
     @property
-    def place_revision(self) -> str | None:
-        """The revision to load from `place`; a local copy has none."""
-        return None if self.place == self.local else self.revision
+    def location_revision(self) -> str | None:
+        """The revision to load from `location`; a local copy has none."""
+        return None if self.location == self.local else self.revision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +100,10 @@ class Pair(Settings):
         that model.
         """
         defaults: dict[str, Any] = {
-            "target": self.target.place,
+            "target": self.target.location,
             "dtype": self.target.dtype,
             "quantization": self.target.quantization,
-            "revision": self.target.place_revision,
+            "revision": self.target.location_revision,
         }
 
         drafter: Choice | None = source.drafter
@@ -115,10 +115,10 @@ class Pair(Settings):
                 drafter = Choice(self.drafter.name, {**self.drafter.settings, **settings})
             if self.draft is not None:
                 defaults.update(
-                    draft=self.draft.place,
+                    draft=self.draft.location,
                     draft_dtype=source.dtype or self.draft.dtype,
                     draft_quantization=self.draft.quantization,
-                    draft_revision=self.draft.place_revision,
+                    draft_revision=self.draft.location_revision,
                 )
 
         missing = {name: value for name, value in defaults.items() if getattr(source, name) is None}

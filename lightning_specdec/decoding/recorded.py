@@ -298,8 +298,8 @@ def next_inputs(
     """
     columns = outcome[:, : 3 * num_draft_tokens + 1].long()
     sizes = (num_draft_tokens, num_draft_tokens + 1, num_draft_tokens)
-    kept, endings, draft_tokens = columns.split(sizes, dim=1)
-    num_accepted = kept.cumprod(1).sum(1, keepdim=True)
+    accepted, endings, draft_tokens = columns.split(sizes, dim=1)
+    num_accepted = accepted.cumprod(1).sum(1, keepdim=True)
 
     # The token that ends the round, and the one before it: an accepted draft token, or the text's
     # last token.

@@ -25,7 +25,7 @@ class Verification:
     """Judges the draft tokens of a round, and commits what the rule accepts.
 
     The outcome of a round is one tensor `[B, columns]`, which the host reads once. Its columns
-    are, for K draft tokens: whether each draft token is kept (K), the token that ends the round
+    are, for K draft tokens: whether each draft token is accepted (K), the token that ends the round
     after each number of accepted ones (K + 1), the draft tokens (K); then, if there are any, the
     row's number of draft tokens (1), which of them a lossy rule changed (K), and log probabilities
     of the draft tokens (K) and of the ends (K + 1). For K = 0 it is the next token only.
@@ -114,7 +114,7 @@ class Verification:
 
         columns = [endings]
         if num_draft_tokens:
-            columns = [verdict.kept, endings, draft.tokens]
+            columns = [verdict.accepted, endings, draft.tokens]
         if draft.lengths is not None:
             columns.append(draft.lengths[:, None])
         if verdict.changed is not None:
@@ -185,10 +185,10 @@ class Verification:
         self, values: list[Any], num_draft_tokens: int, *, has_lengths: bool
     ) -> _RowVerdict:
         """One row of the outcome, column by column."""
-        kept = values[:num_draft_tokens]
+        accepted = values[:num_draft_tokens]
         num_accepted = num_draft_tokens
-        if 0 in kept:
-            num_accepted = kept.index(0)
+        if 0 in accepted:
+            num_accepted = accepted.index(0)
 
         logprobs = None
         if self.logprobs:

@@ -13,7 +13,7 @@ from lightning_specdec.bench.records import HUGGING_FACE, SPECULATIVE, Compariso
 from lightning_specdec.bench.statistics import LEVEL, Interval
 from lightning_specdec.bench.verdict import Verdict, judge, ranked, rows_within_noise
 
-Place = tuple[str, str, float, int, int]
+Workload = tuple[str, str, float, int, int]
 """Pair, domain, temperature, batch size, new tokens."""
 
 MAX_NAMED = 3
@@ -32,7 +32,7 @@ class Advice:
         theirs: the fastest of transformers' methods, if its speedup is above that of `best`.
     """
 
-    place: Place
+    workload: Workload
     best: Comparison | None = None
     verdict: Verdict | None = None
     equals: tuple[Comparison, ...] = ()
@@ -95,20 +95,20 @@ def advise(comparisons: Sequence[Comparison], dtypes: Mapping[str, str | None]) 
     Args:
         dtypes: the dtype that each pair computes in.
     """
-    comparisons_by_place: dict[Place, list[Comparison]] = {}
+    comparisons_by_workload: dict[Workload, list[Comparison]] = {}
     for comparison in comparisons:
-        comparisons_by_place.setdefault(comparison.case.place, []).append(comparison)
+        comparisons_by_workload.setdefault(comparison.case.workload, []).append(comparison)
 
     advice = []
-    for place_comparisons in comparisons_by_place.values():
-        case = place_comparisons[0].case
+    for workload_comparisons in comparisons_by_workload.values():
+        case = workload_comparisons[0].case
         allows_rounding = rounds(dtypes.get(case.pair))
         usable = [
             comparison
-            for comparison in place_comparisons
+            for comparison in workload_comparisons
             if _is_usable(comparison, allows_rounding=allows_rounding)
         ]
-        advice.append(_advise(case.place, usable))
+        advice.append(_advise(case.workload, usable))
     return advice
 
 
@@ -119,8 +119,8 @@ def _is_usable(comparison: Comparison, *, allows_rounding: bool) -> bool:
     return allows_rounding or comparison.same_tokens is not False
 
 
-def _advise(place: Place, comparisons: Sequence[Comparison]) -> Advice:
-    """The answer for one place, from its usable cases."""
+def _advise(workload: Workload, comparisons: Sequence[Comparison]) -> Advice:
+    """The answer for one workload, from its usable cases."""
     candidates = []
     baselines = []
     for comparison in comparisons:
@@ -129,7 +129,7 @@ def _advise(place: Place, comparisons: Sequence[Comparison]) -> Advice:
         elif comparison.case.method == SPECULATIVE and comparison.case.lossless:
             candidates.append(comparison)
     if not candidates:
-        return Advice(place)
+        return Advice(workload)
 
     proven = []
     undecided = []
@@ -149,7 +149,7 @@ def _advise(place: Place, comparisons: Sequence[Comparison]) -> Advice:
 
     faster_baselines = [row for row in baselines if _speedup(row) > _speedup(best)]
     theirs = max(faster_baselines, key=_speedup, default=None)
-    return Advice(place, best, verdicts[id(best)], equals, theirs)
+    return Advice(workload, best, verdicts[id(best)], equals, theirs)
 
 
 def corrected_verdict(comparison: Comparison, num_cases: int) -> Verdict:

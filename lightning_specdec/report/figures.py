@@ -111,7 +111,7 @@ class _Bar:
 
 
 def answer_chart(advice: Sequence[Advice], comparisons: Sequence[Comparison]) -> Chart | None:
-    """The best choice of each place as a bar with its interval, with transformers' own methods
+    """The best choice of each workload as a bar with its interval, with transformers' own methods
     below it; None if there is no choice."""
     answered = []
     best_cases = []
@@ -133,7 +133,7 @@ def answer_chart(advice: Sequence[Advice], comparisons: Sequence[Comparison]) ->
             bars = [_Bar(choice, best, COLORS[0])]
             for comparison in comparisons:
                 case = comparison.case
-                if case.place == best.case.place and case.method in HUGGING_FACE:
+                if case.workload == best.case.workload and case.method in HUGGING_FACE:
                     bars.append(_Bar(f"transformers' {case.label}", comparison, GRID))
 
             for bar in bars:
@@ -181,7 +181,7 @@ def speedup_charts(comparisons: Sequence[Comparison]) -> list[Chart]:
     for comparison in comparisons:
         case = comparison.case
         if case.method == SPECULATIVE:
-            groups.setdefault((*case.place, case.rule), []).append(comparison)
+            groups.setdefault((*case.workload, case.rule), []).append(comparison)
 
     titles = _titles([group[0].case for group in groups.values()])
     charts = []

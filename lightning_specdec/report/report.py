@@ -106,7 +106,7 @@ class Report:
             return ["nothing has been measured yet"]
         lines = []
         for advice in self.advice:
-            pair, domain, temperature, batch_size, max_new_tokens = advice.place
+            pair, domain, temperature, batch_size, max_new_tokens = advice.workload
             settings = (
                 f"temperature {temperature:g}, batch size {batch_size}, {max_new_tokens} new tokens"
             )
@@ -186,7 +186,7 @@ class Report:
         """The answers as a table."""
         rows = []
         for advice in self.advice:
-            pair, domain, temperature, batch_size, _ = advice.place
+            pair, domain, temperature, batch_size, _ = advice.workload
             best = advice.best
             rows.append(
                 (

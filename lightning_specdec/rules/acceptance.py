@@ -55,7 +55,7 @@ class Verdict:
     """A rule's decision at every position of a round.
 
     Args:
-        kept: whether a draft token is accepted, provided that all tokens before it are accepted.
+        accepted: whether a draft token is accepted, if all tokens before it are.
             False for padding.
         endings: the token that follows if exactly i draft tokens are accepted: the correction of
             the rejected token, or the bonus token after the last draft token.
@@ -63,14 +63,14 @@ class Verdict:
             lossless rules.
     """
 
-    kept: Bool[Tensor, "B K"]
+    accepted: Bool[Tensor, "B K"]
     endings: Int[Tensor, "B K1"]
     changed: Bool[Tensor, "B K"] | None = None
 
     @property
     def num_accepted(self) -> Int[Tensor, "B"]:
         """Number of accepted draft tokens in each row: those before the first rejection."""
-        return self.kept.cumprod(1).sum(1)
+        return self.accepted.cumprod(1).sum(1)
 
     @property
     def next_tokens(self) -> Int[Tensor, "B"]:
@@ -300,12 +300,12 @@ def make_rule(rule: str | Choice | AcceptanceRule | None) -> AcceptanceRule:
     return RULES.load(choice.name)(**choice.settings)
 
 
-def within(kept: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool[Tensor, "B K"]:
-    """`kept`, but False for padding after each row's draft tokens."""
+def within(accepted: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> Bool[Tensor, "B K"]:
+    """`accepted`, but False for padding after each row's draft tokens."""
     if lengths is None:
-        return kept
-    positions = torch.arange(kept.shape[1], device=kept.device)
-    return kept & (positions < lengths[:, None])
+        return accepted
+    positions = torch.arange(accepted.shape[1], device=accepted.device)
+    return accepted & (positions < lengths[:, None])
 
 
 def _token_probs(probs: Float[Tensor, "B K V"], tokens: Int[Tensor, "B K"]) -> Float[Tensor, "B K"]:

@@ -265,7 +265,7 @@ class SpeculativeTraining(LightningModule, ABC):
                 drafters[name] = drafter
         return drafters
 
-    def recipe(self) -> dict[str, Any]:
+    def training_record(self) -> dict[str, Any]:
         """Return plain values that are enough to repeat this training, and how far it has come."""
         data = self._data()
         trainer = self.trainer
@@ -305,7 +305,7 @@ class SpeculativeTraining(LightningModule, ABC):
         prompts = {}
         if isinstance(data, TokenData):
             prompts = {"prompts": data.prompts(), "tokenizer": data.tokenizer}
-        checkpoint[checkpoint_file.KEY] = self.describe(recipe=self.recipe(), **prompts)
+        checkpoint[checkpoint_file.KEY] = self.describe(recipe=self.training_record(), **prompts)
 
         if stored_elsewhere(self.target) is not None:
             checkpoint["state_dict"] = {

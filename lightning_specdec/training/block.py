@@ -124,7 +124,7 @@ class BlockTraining(FeatureTraining):
             markov_input = self.drafter.before(previous_tokens).to(hidden.dtype)
             slot_hidden = hidden[:, : len(inside_anchors), slot]
             inputs = torch.cat((slot_hidden, markov_input), dim=-1)
-            steps.append(DraftStep(inputs, first=first_anchor + slot + 1, stride=stride))
+            steps.append(DraftStep(inputs, first_index=first_anchor + slot + 1, stride=stride))
         return steps
 
     def _split(self, hidden: Float[Tensor, "N D_R"]) -> tuple[Tensor, Tensor]:

@@ -316,7 +316,7 @@ class HyperparameterTable(Callback):
 
     def _arguments(self, module: SpeculativeTraining) -> dict[str, Any]:
         """The arguments of the training, its data and its networks, on one level."""
-        recipe = module.recipe()
+        recipe = module.training_record()
         networks = module.describe()
         training_arguments = {
             **module.settings(),

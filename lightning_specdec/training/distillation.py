@@ -78,7 +78,7 @@ def num_learned(batch: Batch, *, step: DraftStep, prompts: bool) -> int:
         step: the draft step.
         prompts: whether the tokens of prompts count.
     """
-    predicted_tokens = batch.tokens[:, step.first :: step.stride, None]
+    predicted_tokens = batch.tokens[:, step.first_index :: step.stride, None]
     step_of_batch = step._replace(hidden=predicted_tokens)
     return int(step_of_batch.learned(batch, prompts=prompts).sum())
 
@@ -463,9 +463,9 @@ class DistillationTraining(SpeculativeTraining):
 
     # Checkpoints
 
-    def recipe(self) -> dict[str, Any]:
+    def training_record(self) -> dict[str, Any]:
         """See `SpeculativeTraining.recipe`; also where the target's outputs came from."""
-        return {**super().recipe(), "target_features": type(self.target_features).__name__}
+        return {**super().training_record(), "target_features": type(self.target_features).__name__}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)

@@ -78,7 +78,7 @@ def config_for(
     model_arguments = {
         "target_checkpoint": target,
         "target_dtype": "bfloat16" if uses_bfloat16 else "float32",
-        "target_features": {"class_path": "FeaturesByNeed"},
+        "target_features": {"class_path": "AutoFeatures"},
         "learn_from_prompts": True,
         "warmup_steps": 30,
         "learning_rate": 0.002,

@@ -191,7 +191,9 @@ class EagleTraining(FeatureTraining):
         )
         # Entries before a step's number belong to no round, and the last one predicts the token
         # after the text.
-        return [DraftStep(hidden[:, i:-1], first=2 + i) for i, hidden in enumerate(hidden_states)]
+        return [
+            DraftStep(hidden[:, i:-1], first_index=2 + i) for i, hidden in enumerate(hidden_states)
+        ]
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
         return self.drafter.network.logits(hidden)

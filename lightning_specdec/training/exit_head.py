@@ -116,7 +116,7 @@ class ExitHeadTraining(DistillationTraining):
 
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
         """See `DistillationTraining`: one head drafts all tokens, so one step stands for all."""
-        return [DraftStep(outputs.features[self._feature_layer][:, :-1], first=1)]
+        return [DraftStep(outputs.features[self._feature_layer][:, :-1], first_index=1)]
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
         return self.head(hidden)

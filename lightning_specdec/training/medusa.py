@@ -98,7 +98,7 @@ class MedusaTraining(DistillationTraining):
         for head_index in range(self.drafter.settings.num_heads):
             offset = 2 + head_index
             num_positions = max(0, hidden.shape[1] - offset)
-            steps.append(DraftStep(hidden[:, :num_positions], first=offset))
+            steps.append(DraftStep(hidden[:, :num_positions], first_index=offset))
         return steps
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:

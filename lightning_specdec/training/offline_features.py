@@ -268,7 +268,7 @@ class OfflineFeatures(OnlineFeatures):
         return arrays
 
 
-class FeaturesByNeed(OfflineFeatures):
+class AutoFeatures(OfflineFeatures):
     """Caches the target's outputs if the run reads the text several times; else runs online.
 
     The choice follows from the run's epochs or minutes and from how fast the target reads. Targets

@@ -141,20 +141,20 @@ class DraftStep(NamedTuple):
     """One draft token of every round that training texts contain: the i-th token for the i-th step.
 
     Args:
-        hidden: inputs of the draft's output head; `[:, m]` predicts token `first + stride * m`.
-        first: index of the first predicted token.
+        hidden: inputs of the output head; `[:, m]` predicts token `first_index + stride * m`.
+        first_index: index of the first predicted token.
         stride: distance between predicted tokens.
     """
 
     hidden: Float[Tensor, "B M D"]
-    first: int
+    first_index: int
     stride: int = 1
 
     @property
     def predicted(self) -> slice:
         """The predicted tokens."""
         num_positions = self.hidden.shape[1]
-        return slice(self.first, self.first + self.stride * num_positions, self.stride)
+        return slice(self.first_index, self.first_index + self.stride * num_positions, self.stride)
 
     @property
     def before(self) -> slice:
@@ -168,7 +168,7 @@ class DraftStep(NamedTuple):
             prompts: whether tokens of prompts count, except for the very first token.
         """
         positions = torch.arange(self.hidden.shape[1], device=batch.tokens.device)
-        token_indices = self.first + self.stride * positions
+        token_indices = self.first_index + self.stride * positions
         if prompts:
             first_learned = torch.ones_like(batch.lengths)
         else:
