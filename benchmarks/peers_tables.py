@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from markdown_tables import markdown_table
 from peers_methods import METHODS, PRECISIONS, Method, worker_name
-from record_tables import markdown_table
 
 Row = dict[str, Any]
 Cells = dict[Any, dict[str, float]]
@@ -107,10 +107,10 @@ def _speed_figures(
 ) -> Sequence[str]:
     """A method's columns after its labels in `table`."""
     num_prompts = len(method_cells)
-    num_tokens = sum(cell["num_tokens"] for cell in method_cells.values())
-    num_calls = sum(cell["calls"] for cell in method_cells.values())
+    num_tokens = _total(method_cells, "num_tokens")
+    num_calls = _total(method_cells, "calls")
     first_seconds = [cell["first"] for cell in method_cells.values()]
-    later_seconds = sum(cell["seconds"] - cell["first"] for cell in method_cells.values())
+    later_seconds = _total(method_cells, "seconds") - sum(first_seconds)
 
     beside_standard = "-"
     standard_cells = cells(rows, part, method.our_standard)
@@ -128,6 +128,11 @@ def _speed_figures(
         _differing_answers(rows, part, method),
         _peak_memory(rows, part, method),
     )
+
+
+def _total(method_cells: Cells, name: str) -> float:
+    """Sum of a figure over the prompts."""
+    return sum(cell[name] for cell in method_cells.values())
 
 
 def _fastest_first(lines: list[tuple[float, Sequence[str]]]) -> list[Sequence[str]]:
@@ -169,11 +174,10 @@ def _peak_memory(rows: Sequence[Row], part: str, method: Method) -> str:
     for row in rows:
         if row["part"] == part and row["method"] == method.name:
             workers.add(worker_name(method.engine, row["load"]))
-    peak_bytes = [
-        row["peak_bytes"]
-        for row in rows
-        if row["part"] == "memory" and row["prompt"] == part and row["method"] in workers
-    ]
+    peak_bytes = []
+    for row in rows:
+        if row["part"] == "memory" and row["prompt"] == part and row["method"] in workers:
+            peak_bytes.append(row["peak_bytes"])
     if not peak_bytes:
         return "-"
     return f"{max(peak_bytes) / 1e6:.0f}"
@@ -312,7 +316,7 @@ def _by_decoding(rows: Sequence[Row], engine: str, precision: str) -> dict[str, 
 
 def _first_tokens(method_cells: Cells) -> Cells:
     """The same prompts as if only their first token had been decoded."""
-    return {
-        prompt: {"num_tokens": 1.0, "seconds": cell["first"]}
-        for prompt, cell in method_cells.items()
-    }
+    first_token_cells = {}
+    for prompt, cell in method_cells.items():
+        first_token_cells[prompt] = {"num_tokens": 1.0, "seconds": cell["first"]}
+    return first_token_cells

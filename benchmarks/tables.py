@@ -16,6 +16,7 @@ from typing import Any
 
 import draft_comparison
 import kills
+import markdown_tables
 import peers_tables
 import record_tables
 
@@ -148,8 +149,8 @@ def _bench_row(advice: Advice, cells: Sequence[Comparison]) -> tuple[str, ...]:
     return (
         *labels,
         f"{value:.2f} ({low:.2f} to {high:.2f})",
-        record_tables.format_number(best.acceptance_rate),
-        record_tables.format_number(best.block_efficiency),
+        markdown_tables.format_number(best.acceptance_rate),
+        markdown_tables.format_number(best.block_efficiency),
         fastest_outside(cells),
     )
 
@@ -193,7 +194,7 @@ def first_table() -> str:
         "Speedup from drafting",
         "Speedup over transformers' `generate`",
     )
-    return record_tables.markdown_table(headings, rows)
+    return markdown_tables.markdown_table(headings, rows)
 
 
 def _ratio_text(cells: peers_tables.Cells, baseline: peers_tables.Cells) -> str:
@@ -224,6 +225,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers_ours": table_of(peers_tables.own_table, "peers"),
     "audits": table_of(record_tables.audits_table, "audits"),
     "draft_comparison": table_of(draft_comparison.table, "draft_comparison", "drafts"),
+    "engines": table_of(record_tables.engines_table, "engines"),
     "kills": table_of(kills.table, "kills"),
     "rnn_speed": table_of(record_tables.rnn_speed_table, "rnn_speed"),
     "smollm2_calls": table_of(record_tables.smollm2_calls_table, "smollm2_calls_openvino"),
