@@ -514,11 +514,11 @@ def table(drafts: Mapping[str, Mapping[str, Any]]) -> str:
         "Draft",
         "Minutes",
         "Steps",
-        "Held out: first, second, third, fourth draft token",
+        "Held-out acceptance of the first, second, third, fourth draft token",
         "Window",
-        "Rounds that keep 1, 2, 3, 4",
+        "Share of rounds that accept at least 1, 2, 3, 4",
         "Block efficiency",
-        "Drafting a round, ms",
+        "Drafting, ms per round",
         "walltime_speedup",
     )
     rows = []

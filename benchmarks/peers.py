@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from peers_methods import CONTEXT, METHODS, Load, Method, Setting, worker_name
-from peers_tables import batches, beside_genai, fastest, own_table, table
+from peers_tables import batches, compared_with_genai, fastest, own_table, table
 from spec_bench import TASKS
 
 from lightning_specdec.bench.manifest import manifest
@@ -601,7 +601,7 @@ def main() -> None:
     run = Run(options, TextTokenizer.load(options.model))
     for part in options.parts:
         run.go(part)
-    for make_table in (table, fastest, beside_genai, batches, own_table):
+    for make_table in (table, fastest, compared_with_genai, batches, own_table):
         print(f"{make_table(run.rows)}\n")
     if options.output:
         write(options, run)

@@ -81,10 +81,10 @@ def table(rows: Sequence[Row], part: str = "prompts") -> str:
         "Type",
         "Method",
         "tokens/s",
-        "after the first",
-        "tokens a call",
+        "tokens/s after the first token",
+        "tokens per call",
         "first token, ms",
-        "beside our standard (95% interval)",
+        "speed over our standard decoding (95% interval)",
         "answers that differ (widest gap)",
         "memory, MB",
     )
@@ -112,19 +112,19 @@ def _speed_figures(
     first_seconds = [cell["first"] for cell in method_cells.values()]
     later_seconds = _total(method_cells, "seconds") - sum(first_seconds)
 
-    beside_standard = "-"
+    over_standard = "-"
     standard_cells = cells(rows, part, method.our_standard)
     if set(standard_cells) & set(method_cells):
-        beside_standard = ratio_text(method_cells, standard_cells)
+        over_standard = ratio_text(method_cells, standard_cells)
         if num_prompts == 1:
             # One prompt has no interval.
-            beside_standard = beside_standard.split()[0]
+            over_standard = over_standard.split()[0]
     return (
         f"{speed(method_cells.values()):.1f}",
         f"{(num_tokens - num_prompts) / later_seconds:.1f}",
         f"{num_tokens / num_calls:.2f}",
         f"{1000 * statistics.median(first_seconds):.0f}",
-        beside_standard,
+        over_standard,
         _differing_answers(rows, part, method),
         _peak_memory(rows, part, method),
     )
@@ -236,8 +236,8 @@ def own_table(rows: Sequence[Row]) -> str:
         "Type",
         "Method",
         "temperature 1, tokens/s",
-        "beside standard there (95% interval)",
-        "outside the models, ms a round",
+        "speed over standard decoding (95% interval)",
+        "outside the models, ms per round",
     )
     lines = []
     for method in METHODS.values():
@@ -250,16 +250,16 @@ def own_table(rows: Sequence[Row]) -> str:
         speed_text = "-"
         if sampled:
             speed_text = f"{speed(sampled.values()):.1f}"
-        beside_standard = "-"
+        over_standard = "-"
         if sampled and standard:
-            beside_standard = ratio_text(sampled, standard)
+            over_standard = ratio_text(sampled, standard)
         lines.append(
             (
                 method.engine.removeprefix("ours "),
                 method.precision,
                 method.decoding,
                 speed_text,
-                beside_standard,
+                over_standard,
                 f"{milliseconds_outside(rows, method.name):.2f}",
             )
         )
@@ -279,7 +279,7 @@ def milliseconds_outside(rows: Iterable[Row], method: str) -> float:
     return 1000 * seconds / num_rounds
 
 
-def beside_genai(rows: Sequence[Row]) -> str:
+def compared_with_genai(rows: Sequence[Row]) -> str:
     """Ratios of our speed and of our time to the first token over OpenVINO GenAI's."""
     lines = []
     for precision in PRECISIONS:

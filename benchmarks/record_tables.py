@@ -52,7 +52,7 @@ def audits_table(audits: Sequence[Row]) -> str:
         "Checkpoint": lambda audit: f"`{audit['checkpoint']}`",
         "Drafts": lambda audit: str(len(set(_lossless_values(audit, "draft")))),
         "Rules": lambda audit: str(len(set(_lossless_values(audit, "rule")))),
-        "Checks of what is lossless, by verdict": _verdict_counts,
+        "Verdicts of the checks of lossless rules": _verdict_counts,
         "Seconds": number_column("wall_seconds", 0),
     }
     return records_table(columns, audits)

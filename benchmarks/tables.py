@@ -171,9 +171,9 @@ FIRST_TABLE_METHODS = (
     ("transformers", "standard", "transformers, `generate`"),
     ("transformers", "lookup", "transformers, its prompt lookup"),
     ("ours torch", "standard", "this package, standard decoding"),
-    ("ours torch", "lookup, head", "this package, prompt lookup, then a draft head"),
+    ("ours torch", "lookup, head", "this package, prompt lookup and a draft head"),
     ("ours openvino", "standard", "this package, OpenVINO, standard decoding"),
-    ("ours openvino", "lookup, head", "this package, OpenVINO, prompt lookup, then a draft head"),
+    ("ours openvino", "lookup, head", "this package, OpenVINO, prompt lookup and a draft head"),
 )
 """Rows of the README's first table: engine and decoding in peers.json, and the label."""
 
@@ -219,7 +219,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "first": first_table,
     "bench": bench_table,
     "peers": table_of(peers_tables.table, "peers"),
-    "peers_ratios": table_of(peers_tables.beside_genai, "peers"),
+    "peers_ratios": table_of(peers_tables.compared_with_genai, "peers"),
     "peers_context": peers_context_table,
     "peers_batches": table_of(peers_tables.batches, "peers"),
     "peers_ours": table_of(peers_tables.own_table, "peers"),
