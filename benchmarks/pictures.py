@@ -225,8 +225,7 @@ def one_round() -> str:
     target_tokens = [("own", "on"), ("own", "the"), ("own", "mat"), ("empty", "unused")]
     verdict = [("kept", "on"), ("kept", "the"), ("own", "mat")]
     caption = (
-        "Three new tokens for one call of the target. "
-        "The target's token replaces the rejected one."
+        "Three new tokens for one call of the target. The target's token replaces the rejected one."
     )
     elements = [
         _text(LEFT, 32, "A round", "plain head"),
@@ -278,7 +277,9 @@ def ragged() -> str:
     for x, outcome, label in legend:
         elements.append(_box(x, 196, 14, 14, outcome))
         elements.append(_text(x + 22, 208, label, "plain soft"))
-    caption = "Rolling back lowers the length of a row. Nothing is copied, and no row waits for another."
+    caption = (
+        "Rolling back lowers the length of a row. Nothing is copied, and no row waits for another."
+    )
     elements.append(_text(LEFT, 240, caption, "plain soft"))
     return _svg(258, elements, "A ragged batch in a static cache")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import posixpath
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING
@@ -23,8 +24,8 @@ HELP_MARK = "<!-- help -->"
 """Where a page shows the help of all verbs."""
 REFERENCE_ENTRY = re.compile(r"^::: (\S+)$", re.MULTILINE)
 """A name in the reference."""
-OUTSIDE_LINK = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
-"""A link to a file that is not part of the site."""
+UPWARD_LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>\.\./[^)]*)\)")
+"""A link to a directory above the page's."""
 FORMULA = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">'
     r"\\(?P<bracket>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>",
@@ -32,11 +33,17 @@ FORMULA = re.compile(
 )
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Insert the help of verbs, and replace links to files outside the site by their text."""
     if HELP_MARK in markdown:
         markdown = markdown.replace(HELP_MARK, all_help())
-    return OUTSIDE_LINK.sub(r"\1", markdown)
+    directory = posixpath.dirname(page.file.src_uri)
+
+    def inside_link(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(directory, match["target"]))
+        return match["text"] if path.startswith("..") else match[0]
+
+    return UPWARD_LINK.sub(inside_link, markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:
