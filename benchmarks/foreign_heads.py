@@ -107,13 +107,14 @@ def write_specforge(output: Path, **options: Any) -> None:
     )
 
     eagle_config = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3], "use_aux_hidden_state": True}
-    config = LlamaConfig(
+    arguments: dict[str, Any] = {
         **SIZES,
-        draft_vocab_size=DRAFT_VOCAB_SIZE,
-        target_hidden_size=HIDDEN_SIZE,
-        eagle_config=eagle_config,
+        "draft_vocab_size": DRAFT_VOCAB_SIZE,
+        "target_hidden_size": HIDDEN_SIZE,
+        "eagle_config": eagle_config,
         **options,
-    )
+    }
+    config = LlamaConfig(**arguments)
     model = LlamaForCausalLMEagle3(config).eval()
     randomize(model)
     features, tokens = random_inputs()

@@ -174,7 +174,7 @@ def calls(quick: bool) -> dict[str, Any]:
     """Standard decoding of random models of a billion parameters, with each form of calls."""
     read_rate = measure_read_rate()
     names = list(LARGE_SHAPES)
-    forms = FORMS
+    forms: Sequence[str] = FORMS
     if quick:
         names = names[:1]
         forms = FORMS[2:]
@@ -352,7 +352,7 @@ def warm(batch_size: int, shape: str) -> None:
     """Compile the calls of one batch size into the compiler's cache."""
     if shape == "small":
         model = make_llama(SMALL_SHAPE, 256)
-        widths = SMALL_WIDTHS
+        widths: Sequence[int] = SMALL_WIDTHS
     else:
         model = make_llama(next(iter(LARGE_SHAPES.values())), ROUNDS_VOCABULARY_SIZE)
         widths = LARGE_WIDTHS

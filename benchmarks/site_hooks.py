@@ -126,7 +126,7 @@ def _argument_lines(pkg: Any, settings: type[Settings]) -> list[str]:
     return lines
 
 
-def _keyword_lines(settings: type[Settings]) -> list[str]:
+def _keyword_lines(settings: Any) -> list[str]:
     """A line for each field that has a default."""
     types = hints(settings)
     lines = []
