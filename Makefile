@@ -11,18 +11,18 @@ RUNS := rnn transformer draft_sizes early_exit medusa staged text
 
 help:
 	@echo "make setup        create $(VENV) and install the project"
-	@echo "make demo         train a small pair, decode with it and with one that ships (two minutes after installing)"
+	@echo "make demo         train a small pair, decode with it and with a pretrained one (two minutes after installation)"
 	@echo "make test         lint, types and every test"
 	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
 	@echo "make test-engines  vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
-	@echo "make test-oldest  the tests on the oldest torch, lightning and transformers that pyproject.toml admits"
+	@echo "make test-oldest  the tests on the oldest torch, lightning and transformers that pyproject.toml allows"
 	@echo "make wheel-test   build a wheel, install it into an empty environment, then fit, decode and bench there"
 	@echo "make smollm2      write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
-	@echo "make bench        the speed of the recurrent pair; make bench-transformers that of the small transformers"
-	@echo "make peers        this package beside other engines on a CPU, PROMPTS=Spec-Bench's question.jsonl (hours)"
-	@echo "make tables       write the tables of README.md and docs/ anew from docs/results"
-	@echo "make docs         write the documentation to site/, with its pictures drawn anew"
-	@echo "make checkpoints  train anew the checkpoints that ship (most of an hour)"
+	@echo "make bench        measure the recurrent pair; make bench-transformers: the small transformers"
+	@echo "make peers        compare this package with other engines on a CPU, PROMPTS=Spec-Bench's question.jsonl (hours)"
+	@echo "make tables       write the tables of README.md and docs/ from docs/results"
+	@echo "make docs         write the documentation to site/, and draw its pictures"
+	@echo "make checkpoints  train the shipped checkpoints again (most of an hour)"
 	@echo "make clean        remove $(VENV) and what runs have written"
 
 setup: $(VENV)/.installed
@@ -43,9 +43,9 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 
 demo: setup
 	$(RUN) fit --config configs/rnn.yaml
-	@echo; echo "The pair just trained. Its calls take a tenth of a millisecond, so a draft saves little:"
+	@echo; echo "The new pair. Its calls take a tenth of a millisecond, so a draft saves little:"
 	$(RUN) decode --ckpt checkpoints/rnn
-	@echo; echo "A transformer whose four heads draft, as it ships. Here a draft pays:"
+	@echo; echo "A pretrained transformer with four Medusa heads. Here a draft pays:"
 	$(RUN) decode checkpoints/medusa.safetensors --max_new_tokens 40 --threads 1 -q
 	@echo; echo "Next, a language model (a download of 98 MB):"; echo "  make smollm2"
 
@@ -83,8 +83,8 @@ bench: setup
 bench-transformers: setup
 	$(RUN) bench --config configs/bench/transformers.yaml
 
-# Environments and converted models of other engines, with a torch for CPUs: what their packages pull in for vision and
-# sound does not fit it ("operator torchvision::nms does not exist").
+# Environments and converted models of other engines, with a torch for CPUs: what their packages install for vision and
+# sound is incompatible with it ("operator torchvision::nms does not exist").
 PEER_PIP = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
 NO_VISION = $(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 ENGINES = --engine openvino_genai=$(PEERS)/genai/bin/python --engine llama_cpp=$(PEERS)/llama/bin/python --engine vllm=$(PEERS)/vllm/bin/python
@@ -100,7 +100,7 @@ $(PEERS)/genai/.models: | checkpoints/smollm2/config.json
 	$(@D)/bin/optimum-cli export openvino --model checkpoints/smollm2 --task text-generation-with-past --weight-format int8 $(PEERS)/genai_int8
 	touch $@
 
-# llama.cpp's converter wants torch and transformers, which are installed beside OpenVINO GenAI.
+# llama.cpp's converter needs torch and transformers, which OpenVINO GenAI's environment has.
 $(PEERS)/llama/.models: | $(PEERS)/genai/.models
 	$(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python llama-cpp-python==0.3.36
 	$(PEERS)/genai/bin/python -m pip install --quiet gguf sentencepiece

@@ -106,8 +106,8 @@ def _target_stamp(target: LanguageModel) -> ModelStamp:
 class SpeculativeDecoder:
     """A target model with its drafter: loads, trains, decodes and measures the pair.
 
-    Threads may share a decoder. Each call decodes with the pair as it is at that time: a changed
-    weight, hook, adapter or setting counts from the next call on.
+    Threads may share a decoder. Each call follows the changes since the last one: a changed
+    weight, hook, adapter or setting is used from the next call on.
 
     Args:
         target: the model whose output is wanted: a `LanguageModel`, or a causal language model of

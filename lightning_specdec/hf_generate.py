@@ -370,7 +370,7 @@ def _shared_copy(model: Any) -> Any:
 
 
 class _PaddedProcessor:
-    """A logits processor that reads a row with its padding, as it is in `input_ids`.
+    """A logits processor that reads a row with its padding, as in `input_ids`.
 
     Args:
         row_index: number of the row in the call.

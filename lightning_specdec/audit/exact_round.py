@@ -50,7 +50,7 @@ MIN_REACHED_PROB = 64 / STEPS
 """Draft tokens below this probability under the target are not followed when logits are compared.
 """
 NOT_REACHED = -1
-"""Stands for the correction of a row whose round has ended before."""
+"""Replaces the correction of a row whose round has ended before."""
 
 RowPosition = tuple[int, int]
 """A row and a position in its round."""

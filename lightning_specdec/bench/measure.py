@@ -199,7 +199,7 @@ def measure(
     warmup: int = 1,
     known: Mapping[tuple[Any, ...], Record] | None = None,
 ) -> Iterator[Record]:
-    """Measure cases that are compared with each other; yields each row as it is measured.
+    """Measure cases that are compared with each other; yields each row after its measurement.
 
     All cases are warmed up, then take turns (A B A B), so that a machine that drifts is fair to
     all. Repeat i has the seed of the config plus i. A case that fails yields one row with its error
@@ -272,7 +272,7 @@ def benchmark(
     batch_size: int = 1,
     mode: str = "both",
 ) -> Comparison:
-    """Speculative decoding beside standard decoding.
+    """Speculative decoding compared with standard decoding.
 
     Args:
         target, drafter: in the form that decodes: packed and fused.
@@ -311,8 +311,8 @@ def sweep(
     warmup: int = 1,
     batch_size: int = 1,
 ) -> Iterator[Comparison]:
-    """Every drafter with every window that it can fill, beside standard decoding; yields each
-    comparison as it is measured.
+    """Every drafter with every window that it can fill, and standard decoding; yields each
+    comparison after its measurement.
 
     A case that fails is yielded with its error. On Ctrl-C, what both methods have finished is
     yielded, then KeyboardInterrupt is raised.

@@ -229,7 +229,7 @@ def _units(row: Record) -> list[Unit]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The timed repeats of one case beside those of standard decoding.
+    """The timed repeats of one case, with those of standard decoding.
 
     Args:
         case: a row with the settings of the case.
@@ -459,7 +459,7 @@ def _phase_seconds_per_call(phase: str, rows: Sequence[Record]) -> float:
 
 
 def _overhead_seconds_per_call(rows: Sequence[Record]) -> float:
-    """Mean seconds besides drafting and the target, for each call of the target."""
+    """Mean seconds outside drafting and the target, for each call of the target."""
     return _phase_seconds_per_call("accept", rows) + _phase_seconds_per_call("rest", rows)
 
 
@@ -505,7 +505,7 @@ def _side(rows: Sequence[Record]) -> dict[str, Any] | None:
 
 
 def comparisons(rows: Iterable[Record]) -> list[Comparison]:
-    """The cells of all rows, in the order in which they first ran, each beside standard decoding of
+    """The cells of all rows, in the order in which they first ran, each with standard decoding of
     its workload."""
     rows_by_cell: dict[tuple[Any, ...], list[Record]] = {}
     for row in rows:

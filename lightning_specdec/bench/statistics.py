@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """The interval; None if it says nothing: for a single value, or beyond `WIDEST`."""
+        """The interval; None if it is meaningless: for a single value, or beyond `WIDEST`."""
         # A comparison with NaN is false.
         if self.high <= WIDEST * self.value:
             return self.low, self.high

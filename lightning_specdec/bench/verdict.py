@@ -1,4 +1,4 @@
-"""One rule for every claim about speed: only an interval that excludes 1 says faster or slower.
+"""One rule for every claim about speed: only an interval that excludes 1 decides.
 
 `decode`, `sweep`, `bench` and `report` take their words from here, so that they never disagree.
 """
@@ -23,7 +23,7 @@ MIN_PAIRS = 2
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the evidence says about a method's speed.
+    """What the measurements prove about a method's speed.
 
     Args:
         kind: "faster" or "slower" if the interval excludes 1, "too noisy" if it contains 1, and

@@ -1,6 +1,6 @@
 """Checkpoints and draft files: write a target with its drafters, and build them again.
 
-A file names its classes and their arguments as plain values, beside the weights; nothing in it is
+A file names its classes and their arguments as plain values, next to the weights; no code in it is
 run. A target has one main drafter and may have others, each with a name. The weights of a target
 that was not trained may be elsewhere: the file then identifies it by a `TargetReference`, as every
 draft file does.

@@ -225,7 +225,7 @@ class Eagle3Reference(Reference):
             normed_hidden = self._rms_norm(last_hidden, "norm")
             draft_logits.append(self._linear(normed_hidden, "lm_head")[0])
 
-            # The head's output stands for the hidden states that the target has not computed.
+            # The head's output replaces the hidden states that the target has not computed.
             next_feature = normed_hidden if self.config["norm_output"] else last_hidden
             features = torch.cat((features, next_feature))
         return self._to_target_vocabulary(torch.stack(draft_logits), len(table))

@@ -295,7 +295,7 @@ def _load_models(
 def _choice_beside_file(
     choice: Choice | None, loaded: LoadedPair, draft: str | None = None
 ) -> Choice | None:
-    """Return the drafter to build beside a file's drafts.
+    """Return the drafter to build in addition to a file's drafts.
 
     It is None if the choice names a class outside this package that a draft in the file has: the
     name then only allows the file to be read.

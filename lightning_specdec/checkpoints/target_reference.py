@@ -21,7 +21,7 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.safetensors_file import Origin
 
 _SINGLE_FILE_SHA256 = "target_single_file_sha256"
-"""Name of the entry beside "target" in a file."""
+"""Name of another entry of a file, next to "target"."""
 
 
 @dataclass(frozen=True)

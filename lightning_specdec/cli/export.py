@@ -78,7 +78,7 @@ def _export_checkpoint(settings: ExportSettings, options: Namespace) -> None:
     output = Path(settings.output)
     if output.exists() and not output.is_dir() and not checkpoint.is_exported(output):
         raise ValueError(
-            f"{output} is not an exported checkpoint and stays as it is: choose another --output"
+            f"{output} is not an exported checkpoint and is left unchanged: choose another --output"
         )
     checkpoint.save(
         output,
@@ -123,7 +123,7 @@ def _write_draft_file(settings: ExportSettings, loaded: LoadedPair) -> None:
     output = Path(settings.output)
     if output.exists() and not checkpoint.is_exported(output):
         raise ValueError(
-            f"{output} is not an exported draft and stays as it is: choose another --output"
+            f"{output} is not an exported draft and is left unchanged: choose another --output"
         )
     checkpoint.save(
         output,

@@ -227,7 +227,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _help_text(field: Field[Any], default: Any) -> str:
-    """The help line of a flag, followed by its default if that says anything."""
+    """The help line of a flag, followed by its default if that is informative."""
     # argparse formats help with the % operator.
     text = str(field.metadata["help"]).replace("%", "%%")
     is_unset = any(default is value for value in (None, False, (), MISSING))
@@ -334,7 +334,7 @@ def class_named(options: Namespace) -> str | None:
 
 
 def pair_source(options: Namespace) -> PairSource:
-    """Return the models that the flags name. A positional MODEL becomes the flag it stands for.
+    """Return the models that the flags name. A positional MODEL is a short form of a flag.
 
     Raises:
         ValueError: no model or several are named, or a path does not exist.

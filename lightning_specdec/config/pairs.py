@@ -148,7 +148,7 @@ def get_pair(name: str) -> Pair:
 
 
 def shipped_directory() -> Path:
-    """The registry that ships: inside an installed package, or beside it in a source tree."""
+    """The registry that ships: inside an installed package, or next to it in a source tree."""
     inside_package = Path(__file__).parents[1] / "configs" / "pairs"
     if inside_package.is_dir():
         return inside_package

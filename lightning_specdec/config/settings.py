@@ -154,7 +154,7 @@ _TYPE_DESCRIPTIONS = {
 
 
 def _describe_types(allowed_types: Iterable[Any]) -> str:
-    """Name types in words that a user knows, as "an integer or none"."""
+    """Names of types in messages, such as "an integer or none"."""
     return " or ".join(_describe_type(allowed_type) for allowed_type in allowed_types)
 
 

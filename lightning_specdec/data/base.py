@@ -36,7 +36,7 @@ PlainValues = dict[str, Any]
 """Constructor arguments by name: numbers, strings, lists of them."""
 
 MISSING = object()
-"""Stands for an attribute that does not exist."""
+"""Marks an attribute that does not exist."""
 
 Row = tuple[int, Any]
 """A sequence's index in its split, and its tokens."""

@@ -137,7 +137,7 @@ def find_texts(paths: Sequence[str] | None) -> list[TrainingText]:
     for file in find_files(paths):
         text = decode_utf8(file.path.read_bytes(), file.path)
         rows = read_json_rows(text, file.path)
-        # A .json file in a directory of sources may hold any data: it is text as it stands.
+        # A .json file in a directory of sources may contain any data, which is read as text.
         is_data = (
             file.path.suffix.lower() == ".json"
             and file.path.resolve() not in named_paths

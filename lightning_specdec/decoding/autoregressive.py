@@ -196,7 +196,7 @@ class _StandardDecoding:
         assert next_tokens is not None
         assert reported is not None
         if self.config.logprobs:
-            # float64 holds the tokens beside them exactly, so the host reads once.
+            # float64 represents token ids exactly, so the host reads one tensor.
             logprobs = Sampling.log_probs(logits, next_tokens)
             reported = torch.stack((reported.double(), logprobs.double()))
         return next_tokens, reported

@@ -46,7 +46,7 @@ def make_executor(
 
 
 class RecordedExecutor(Executor):
-    """Records calls beside those of the target, and launches the next round early.
+    """Records calls in addition to the target's, and launches the next round early.
 
     Args:
         target_state: the state whose buffers recorded calls use. It changes its recordings when

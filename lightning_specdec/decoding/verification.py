@@ -33,7 +33,7 @@ class Verification:
     Args:
         rule: decides which draft tokens are accepted.
         sampling: how the target's tokens are drawn.
-        vocab_size: the target's. It stands for a token that could not be drawn, since no token has
+        vocab_size: the target's. It marks a token that could not be drawn, since no token has
             that number.
         logprobs: whether to compute log probabilities.
     """
@@ -120,7 +120,7 @@ class Verification:
         if verdict.changed is not None:
             columns.append(verdict.changed)
         if self.logprobs:
-            # float64 holds the integers beside them exactly.
+            # float64 represents the integers in the same tensor exactly.
             real_endings = verdict.endings.clamp(max=self.vocab_size - 1)
             draft_scores = Sampling.log_probs(logits[:, :-1], draft.tokens)
             ending_scores = Sampling.log_probs(logits, real_endings)

@@ -39,8 +39,8 @@ class Calibration(Settings):
     Args:
         widths: tokens per target call that were measured, ascending from 1.
         target_seconds: seconds of a target call, for each width.
-        loop_seconds: seconds of a round besides its model calls, for each width.
-        draft_seconds: seconds of a draft apart from its tokens.
+        loop_seconds: seconds of a round outside its model calls, for each width.
+        draft_seconds: fixed seconds of a draft, in addition to those of its tokens.
         draft_step_seconds: seconds of each draft token.
         target_token_seconds: seconds of each prompt token that the target reads.
 

@@ -52,7 +52,7 @@ class _RowText:
         self.num_draft_read = 0
         """Draft tokens of the last round that the model has read and that were not rejected."""
         self.num_agreed = 0
-        """Leading tokens of the text that the model has read as they are now, or not at all."""
+        """Leading tokens of the text that have not changed since the model read them, if it did."""
         self.first = 0
         """Position of the first token that the model reads. It is above 0 once the text has
         outgrown the model's context."""

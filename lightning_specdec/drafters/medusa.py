@@ -104,7 +104,7 @@ class MedusaState(DraftState):
     """For each row, the target's hidden state that the text's last token was drawn from.
 
     The hidden state belongs to one text. A row that has just started, or that continues with other
-    tokens, has none until the target has read it; `lengths` tells.
+    tokens, has none until the target has read it: see `lengths`.
     """
 
     def __init__(self, batch_size: int, context: TargetContext, layer: int) -> None:

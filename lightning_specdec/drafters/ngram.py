@@ -146,7 +146,7 @@ class NGramDrafter(Drafter):
         for index, text, final_length, window in zip(
             state.rows, request.texts, final_lengths, windows, strict=True
         ):
-            # A row that wants no draft may be vacant, and its text must not be indexed.
+            # A row without a window may be vacant, and its text must not be indexed.
             draft_tokens.append(index.propose(text, final_length, window) if window else ())
         return draft_tokens
 

@@ -216,7 +216,7 @@ class SamplingDrafter(Drafter, ABC):
         """As `roll`, in one recorded call.
 
         Args:
-            tokens: the last tokens of each text, whose positions the device knows; None if rows
+            tokens: the last tokens of each text, whose positions are on the device; None if rows
                 read others.
             num_layers: layers that draft, all when None; their outputs are the fourth one.
             head: computes logits from their output; the model's own when None.

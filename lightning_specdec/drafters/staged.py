@@ -98,7 +98,7 @@ class _StageDraft:
 
     @property
     def num_missing(self) -> list[int]:
-        """How many more tokens each row wants."""
+        """How many more tokens each row needs."""
         return [window - len(row) for window, row in zip(self.windows, self.tokens, strict=True)]
 
     def uniform(self, num_positions: int) -> Float[Tensor, "B N"] | None:
@@ -240,7 +240,7 @@ class StagedDrafter(Drafter):
     def init_state(
         self, batch_size: int, max_length: int, context: TargetContext | None = None
     ) -> StagedState:
-        # The stages read whole windows, also where a row wants fewer tokens.
+        # The stages read whole windows, also where a row needs fewer tokens.
         max_length += self.window
         larger = self.larger.init_state(batch_size, max_length, context)
         smaller = self.smaller.init_state(batch_size, max_length, context)

@@ -124,7 +124,7 @@ def is_quantized(model: LanguageModel) -> bool:
 
 
 def compute_dtype(model: LanguageModel) -> torch.dtype:
-    """What a model computes in: as its backend says, else the coarsest dtype of its weights.
+    """The dtype that a model computes in: its backend's, or else the coarsest of its weights.
 
     Weights in eight bits do not count: no layer of torch computes in their dtype.
     """

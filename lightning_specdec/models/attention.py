@@ -28,7 +28,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 """Families with two-sided attention. As decoders, some of them do not count positions from 0."""
 _OWN_MASKS = ("doge", "gpt_neo")
-"""Families whose layers apply a mask of their own besides the one that is passed."""
+"""Families whose layers apply another mask in addition to the one that is passed."""
 
 
 class StateCache(Cache):

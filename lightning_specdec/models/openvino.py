@@ -60,7 +60,7 @@ PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.T
 """OpenVINO's names of the dtypes that networks compute in and keep their keys and values in."""
 DYNAMIC_GROUP = 32
 """Activations that share a scale where they meet quantized weights. OpenVINO quantizes them in
-calls on several tokens; 0 leaves them as they are."""
+calls on several tokens; 0 does not quantize them."""
 FEWEST_QUANTIZED_TOKENS = 2
 """Tokens that a call computes at least for each row and at least scores, where weights are
 quantized.
@@ -249,7 +249,7 @@ class Compiled:
 
         Args:
             example: inputs of the shapes that the network reads.
-            settings: what the network computes, besides its class and weights.
+            settings: what determines the network, in addition to its class and weights.
             shared: whether the first input is always the tensor in `example`, whose memory is used
                 without a copy.
 
@@ -491,7 +491,7 @@ class _Graph:
                 if state is not None:
                     size = state.num_scored.padded(num_scored)
                 if size > num_scored:
-                    # Positions that are scored twice are as good as any other padding.
+                    # Pad with positions that are scored twice.
                     scored = np.resize(scored, size)
             outputs = self.compiled.run([hidden, scored, *call_inputs], state, self.first_layer)
             outputs[-1] = outputs[-1][:num_scored]
@@ -558,7 +558,7 @@ class OpenVINOLM(HuggingFaceLM):
         """The model in OpenVINO: converted at the first use, then read from the cache directory.
 
         With quantized weights, activations are quantized too if this processor computes the same
-        bits in calls of all widths; otherwise they stay as they are, which is slower for several
+        bits in calls of all widths; otherwise they are not quantized, which is slower for several
         tokens.
 
         Raises:
@@ -679,7 +679,7 @@ class OpenVINOLM(HuggingFaceLM):
         self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int
     ) -> Tensor:
         assert isinstance(state, PagedState)
-        # Tokens after a row's last slot are padding beside longer rows.
+        # Tokens after a row's last slot are padding to the length of longer rows.
         num_slots = state.num_blocks * BLOCK
         lengths = [max(0, min(tokens.shape[1], num_slots - start)) for start in starts]
         no_scores = np.zeros((len(tokens), 0), dtype=np.int64)

@@ -148,7 +148,7 @@ def pack_linears(module: nn.Module) -> None:
     A layer becomes a `PackedLinear`, or an `Int8Linear` if torchao has quantized it to int8. Its
     plain weight is freed as soon as the packed form exists, so only one layer is held twice. A
     weight with a second use, as an output head tied to the embedding, stays next to its packed
-    form. Layers with hooks or with a forward function of their own stay unchanged.
+    form. Layers with hooks or a replaced forward function stay unchanged.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

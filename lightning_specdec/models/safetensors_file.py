@@ -57,7 +57,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
     """Return a file's metadata and the shapes of its tensors, checked against the file's size.
 
     Raises:
-        ValueError: the file is cut off, longer than its header says, or has another format.
+        ValueError: the file is cut off, longer than its header declares, or has another format.
     """
     try:
         with safe_open(path, "np") as file:

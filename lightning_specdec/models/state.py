@@ -88,7 +88,7 @@ class DecodeState(ABC):
             )
 
     def _truncate(self) -> None:  # noqa: B027
-        """Work of truncating besides changing `consumed`."""
+        """Work of truncating in addition to changing `consumed`."""
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Give up truncating below these lengths, which frees memory.
@@ -389,7 +389,7 @@ class StoragePool:
 class KVState(DecodeState):
     """Attention's keys and values, layer by layer, in static buffers `[B, H, S, D]`.
 
-    Position = length + offset and the mask is `key_position <= query_position`, so what lies
+    Position = length + offset and the mask is `key_position <= query_position`, so what is
     beyond a row's length is never read. Truncating lowers a length: nothing is cropped, padded or
     copied, and rows of different lengths share one call. A layer's buffers are allocated when it
     first writes, so layers may differ.
@@ -399,7 +399,7 @@ class KVState(DecodeState):
 
     Args:
         batch_size: rows.
-        max_length: most tokens that a row consumes. One slot more holds the padding that lies
+        max_length: maximum tokens that a row consumes. One more slot contains the padding
             after them.
         pool: where the buffers come from and return to, with what was recorded over them; None for
             buffers of this state only.

@@ -36,7 +36,7 @@ def weights_digest(module: nn.Module) -> str:
         is_from_file = id(tensor) in ids_from_files
         digest.update(name.encode())
 
-        # A quantized weight has no plain bytes; the hash of its file stands for it.
+        # A quantized weight has no plain bytes; the hash of its file identifies it.
         if is_from_file and type(values) is not Tensor:
             digest.update(f"{values.dtype} {type(values).__name__}".encode())
             continue

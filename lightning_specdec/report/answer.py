@@ -193,7 +193,7 @@ def shown(interval: Interval | None) -> str:
 
 
 def _is_above(speedup: Interval | None, other_speedup: Interval | None) -> bool:
-    """Whether one interval lies above the other; False without intervals."""
+    """Whether one interval is above the other; False without intervals."""
     if speedup is None or other_speedup is None:
         return False
     return speedup.low > other_speedup.high

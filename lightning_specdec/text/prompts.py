@@ -180,11 +180,11 @@ def _parse_typed_row(row: Row, *, is_json: bool) -> Prompt:
 
 
 def _parse_typed_line(row: Row, *, is_json: bool) -> str | dict[str, Any]:
-    """The object or the text that a line stands for.
+    """The object or the text of a line.
 
     Args:
         row: the line.
-        is_json: whether the file's name says that it has JSON. Otherwise only an object with a
+        is_json: whether the file's name indicates JSON. Otherwise only an object with a
             prompt is one.
     """
     line = row.value

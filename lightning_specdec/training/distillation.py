@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 _LOGITS_AT_ONCE = 2**25
-"""Logits that are measured at once, to bound memory."""
+"""Logits that are measured at the same time, to limit memory."""
 FINAL_RATE = 0.05
 """The learning rate at the end of a run, relative to the highest."""
 
@@ -439,7 +439,7 @@ class DistillationTraining(SpeculativeTraining):
 
         Args:
             acceptance: for each sampling setting and each draft step the probability that a draft
-                of token t is accepted. The last step stands for all later ones.
+                of token t is accepted. The last step represents all later ones.
         """
         means: Means = {}
         num_new = batch.lengths - batch.prompt_lengths

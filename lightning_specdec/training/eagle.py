@@ -266,7 +266,7 @@ def _attend_in_rounds(
     if step == 0:
         return attention(queries, keys_by_step[0], values_by_step[0], is_visible[None])
 
-    # Shifted by step - k, the entry of step k that entry j attends to stands at index j.
+    # Shifted by step - k, the entry of step k that entry j attends to is at index j.
     first_visible_step = 1 if window is None else max(1, step - window + 1)
     later_steps = range(first_visible_step, step + 1)
     later_keys = [_shifted(keys_by_step[k], step - k) for k in later_steps]

@@ -115,7 +115,7 @@ class ExitHeadTraining(DistillationTraining):
             self.head.norm.weight.copy_(normed.diagonal() / size**0.5)
 
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
-        """See `DistillationTraining`: one head drafts all tokens, so one step stands for all."""
+        """See `DistillationTraining`: one head drafts all tokens, so one step represents all."""
         return [DraftStep(outputs.features[self._feature_layer][:, :-1], first_index=1)]
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:

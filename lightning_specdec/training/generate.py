@@ -111,7 +111,7 @@ class GenerateText(LightningModule):
             temperature`.
         num_draft_tokens: draft tokens of prompt lookup in a round; 0 is standard decoding.
         engine: vLLM instead of this package: a server's address; or, to start a server for the run,
-            `vllm` where it is installed beside this package, or the Python of the environment that
+            `vllm` if it is installed in this environment, or the Python of the environment that
             it is installed in.
 
     Attributes:
@@ -183,7 +183,7 @@ class GenerateText(LightningModule):
             target = loading.without_weights(loading.examine(self.source, dtype=self.dtype_name))
         if target.tokenizer is None:
             raise ValueError(
-                f"{self.source} has no tokenizer, so prompts are no tokens: save one beside the "
+                f"{self.source} has no tokenizer to encode prompts with: save one next to the "
                 "weights"
             )
         self.eos = SpeculativeDecoder(target, NGramDrafter()).eos

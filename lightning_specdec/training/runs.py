@@ -115,7 +115,7 @@ class RunFiles:
         self._new_directories: list[Path] = []
 
     def find(self, name: str) -> str:
-        """Return the checkpoint that `last`, `best` or a path stands for.
+        """Return the checkpoint that `last`, `best` or a path selects.
 
         Raises:
             FileNotFoundError: there is no such checkpoint yet.
@@ -365,7 +365,7 @@ def _check_config(
             options.append(f"--model.{name} {recorded[name]}")
 
     if not differences:
-        # Reading all texts takes longest, and another difference says more.
+        # Reading all texts takes longest, and another difference is more informative.
         digest = recorded.get("data_digest")
         if digest is not None and digest != model.data_digest(data):
             differences.append("the texts of the data changed, or their order")

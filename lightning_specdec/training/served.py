@@ -61,8 +61,8 @@ class Endpoint:
         if not names:
             served_names = short(", ".join(aliases_by_name) or "no model", 200)
             raise ValueError(
-                f"{self.url} serves {served_names}, not {model}: give model.target as it is "
-                f"served, or serve it with --served-model-name {model}"
+                f"{self.url} serves {served_names}, not {model}: set model.target to a "
+                f"served name, or serve it with --served-model-name {model}"
             )
         self.model = names[0]
 
