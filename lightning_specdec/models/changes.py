@@ -104,6 +104,7 @@ def _replaced_functions() -> Iterator[tuple[str, Any]]:
 
 
 def _code_of(path: str, module: nn.Module) -> Iterator[UserCode]:
+    """The code of users in one module, without its children."""
     attributes = vars(module)
     for table, kind in _HOOK_TABLES.items():
         for hook in attributes[table].values():

@@ -226,14 +226,17 @@ class Compiled:
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "INFERENCE_PRECISION_HINT": precision_name,
-            # OpenVINO would keep them in float16, for float32 too.
+            # By default, OpenVINO keeps the keys and values of a float32 network in float16.
             "KV_CACHE_PRECISION": precision_name,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": dynamic_group,
         }
-        self.request = _core().compile_model(model, "CPU", options).create_infer_request()
+        compiled_model = _core().compile_model(model, "CPU", options)
+        self.request = compiled_model.create_infer_request()
         self._is_bfloat16 = [output.get_element_type() == ov.Type.bf16 for output in model.outputs]
         self._bound_caches: object = None
+        """`caches` of the state whose keys and values are inputs now."""
         self._input_arrays: dict[int, np.ndarray] = {}
+        """The memory that each other input is read from, by the input's index."""
         self._lock = Lock()
         """Held for a call: inputs and outputs have one memory, and threads may share the
         network."""
@@ -488,7 +491,8 @@ class _Graph:
         if main_output not in outputs:
             outputs.append(main_output)
 
-        # Features in another dtype would make OpenVINO add up all layers in that dtype.
+        # The main output is the last one. The others are features, and in another dtype they would
+        # make OpenVINO add up all layers in that dtype.
         results = [model.outputs[index].get_node() for index in outputs]
         _, feature_type = PRECISIONS[computing_dtype(dtype)]
         for result in results[:-1]:

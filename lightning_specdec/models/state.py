@@ -328,9 +328,9 @@ class KVStorage:
             key_buffer[:, :, slots.first : end] = keys
             value_buffer[:, :, slots.first : end] = values
         else:
-            # Padding after the last slot is written there. Indices around a slice put the rows and
-            # positions first: `[B, T, H, D]`.
+            # Positions beyond the last slot are padding, and the last slot is free for it.
             positions = slots.positions.clamp(max=self.num_slots - 1)
+            # Indices around a slice put rows and positions first: `[B, T, H, D]`.
             key_buffer[self.rows, :, positions] = keys.transpose(1, 2)
             value_buffer[self.rows, :, positions] = values.transpose(1, 2)
 
