@@ -489,18 +489,20 @@ class _Request:
     def _groups(self) -> Iterator[tuple[list[int], list[Any]]]:
         """Rows that are decoded together, with their processors.
 
-        A processor that reads padding needs rows with equal padding, or each row separately.
+        Rows can share a processor that counts columns only if their padding is equal, and one that
+        depends on the row not at all.
         """
-        column_kinds = set()
+        padded_kinds = set()
         for processor in self.processors:
             if _kind(processor) not in _TOKEN_PROCESSORS:
-                column_kinds.add(_kind(processor))
+                padded_kinds.add(_kind(processor))
 
+        # Row indices by what the rows of a group have in common.
         groups: defaultdict[Any, list[int]] = defaultdict(list)
         for row_index, is_real in enumerate(self.is_real):
-            if _CONSTRAINED in column_kinds:
+            if _CONSTRAINED in padded_kinds:
                 groups[row_index].append(row_index)
-            elif column_kinds:
+            elif padded_kinds:
                 groups[tuple(is_real)].append(row_index)
             else:
                 groups[None].append(row_index)

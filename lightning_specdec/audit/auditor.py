@@ -312,7 +312,7 @@ class Auditor:
                     prompt,
                     standard_tokens,
                     tokens,
-                    number=prompt_index,
+                    prompt_index=prompt_index,
                     sampling=sampling,
                     seed=self.seed,
                     width=self.window + 1,

@@ -109,11 +109,15 @@ def describe(
     Args:
         target: the target, or the reference to it if its weights are not stored.
         drafts: the drafter, or several by name, of which the first one is the default.
+        prompts: tokens of example prompts, on which the drafter can be tried.
+        recipe: how the drafter was trained.
+        tokenizer: name of the tokenizer; None if the tokens are not text.
     """
-    (main_name, main_drafter), *other_drafters = _named(drafts).items()
+    drafters = _named(drafts)
+    main_name, *other_names = drafters
     document: dict[str, Any] = {
         "format": FORMAT,
-        "drafter": spec(main_drafter),
+        "drafter": spec(drafters[main_name]),
         "prompts": [[int(token) for token in prompt] for prompt in prompts],
         "recipe": _plain(dict(recipe or {})),
         "tokenizer": tokenizer,
@@ -123,10 +127,11 @@ def describe(
     else:
         document["target"] = spec(target)
 
-    if other_drafters or main_name != MAIN:
-        _check_names([main_name, *dict(other_drafters)])
+    # A single drafter needs no name.
+    if other_names or main_name != MAIN:
+        _check_names([main_name, *other_names])
         document["name"] = main_name
-        document["others"] = {name: spec(drafter) for name, drafter in other_drafters}
+        document["others"] = {name: spec(drafters[name]) for name in other_names}
     return document
 
 

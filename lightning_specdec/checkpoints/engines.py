@@ -139,23 +139,28 @@ def export(
     if dtype is not None:
         for weight in stored_drafter.parameters():
             weight.data = weight.data.to(FLOATS[dtype])
-    window = num_draft_tokens or recipe.get("num_draft_tokens") or _DEFAULT_DRAFT_TOKENS
-    draft_export = _choose_export(stored_drafter, target, engine, window)
+    num_recommended = num_draft_tokens or recipe.get("num_draft_tokens") or _DEFAULT_DRAFT_TOKENS
+    draft_export = _choose_export(stored_drafter, target, engine, num_recommended)
     texts = _texts_to_compare(texts, target)
 
     try:
+        # The directory appears under its name only if nothing in this block fails.
         with new_directory(output) as folder:
             draft_export.write(folder)
             _write_note(folder, target, draft_export.num_draft_tokens)
 
-            pairs = draft_export.compare(folder, texts)
-            difference = _check_difference(pairs)
+            # The draft must score the same tokens when it is read back.
+            logits_pairs = draft_export.compare(folder, texts)
+            difference = _check_difference(logits_pairs)
+            num_compared = sum(len(own_logits) for own_logits, _ in logits_pairs)
+
+            kinds_run_in_engine = _RAN_IN_ENGINE.get(engine, ())
             exported = Exported(
                 directory=output,
                 commands=_commands(draft_export, output),
                 difference=difference,
-                num_compared=sum(len(logits) for logits, _ in pairs),
-                loaded=isinstance(stored_drafter, _RAN_IN_ENGINE.get(engine, ())),
+                num_compared=num_compared,
+                loaded=isinstance(stored_drafter, kinds_run_in_engine),
             )
             card = _model_card(exported, draft_export, recipe)
             (folder / "README.md").write_text(card, encoding="utf-8")

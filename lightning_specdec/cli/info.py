@@ -95,19 +95,22 @@ def _describe(options: Namespace) -> dict[str, Any]:
 
 def _print(description: dict[str, Any], *, verbose: bool) -> None:
     """Print one line for each value; without `verbose`, shorten prompts and the recipe."""
-    recipe = description.get("recipe") or {}
-    shown = dict(description)
+    full_recipe = description.get("recipe") or {}
+    values = dict(description)
     if not verbose:
-        shown["recipe"] = {name: recipe[name] for name in RECIPE if name in recipe}
-        if shown.get("prompts"):
-            shown["prompts"] = _summarize_prompts(shown["prompts"])
+        values["recipe"] = {name: full_recipe[name] for name in RECIPE if name in full_recipe}
+        if values.get("prompts"):
+            values["prompts"] = _summarize_prompts(values["prompts"])
 
-    lines = list(_lines(shown))
+    lines = list(_lines(values))
     width = min(MAX_NAME_WIDTH, max(len(name) for name, _ in lines))
     for name, value in lines:
+        # Prompts are as long as `verbose` wants them.
         text = value if name == "prompts" else short(value, MAX_VALUE_LENGTH)
         say(f"{name:<{width}}  {text}")
-    if len(recipe) > len(shown.get("recipe") or {}):
+
+    printed_recipe = values.get("recipe") or {}
+    if len(printed_recipe) < len(full_recipe):
         say("(-v shows the rest of the recipe)")
 
 

@@ -180,12 +180,17 @@ class Parser(argparse.ArgumentParser):
 
             name = flag.removeprefix("--").replace("-", "_")
             kind, dot, field_name = name.partition(".")
-            if dot and kind in KINDS and f"--{kind}" in self._option_string_actions:
-                if not equals and not queue:
-                    self.error(f"argument --{name}: expected a value")
-                kind_settings[kind][field_name] = value if equals else queue.pop(0)
-            else:
+            is_kind_setting = dot and kind in KINDS and f"--{kind}" in self._option_string_actions
+            if not is_kind_setting:
                 remaining_words.append(f"--{name}{equals}{value}")
+                continue
+
+            if not equals:
+                # The value is the next word.
+                if not queue:
+                    self.error(f"argument --{name}: expected a value")
+                value = queue.pop(0)
+            kind_settings[kind][field_name] = value
         return remaining_words, kind_settings
 
     def error(self, message: str) -> NoReturn:

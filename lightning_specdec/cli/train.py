@@ -92,7 +92,9 @@ def run(verb: str, words: list[str]) -> int:
 
 
 def _print_help(verb: str) -> None:
-    config_names = sorted(path.stem for path in shipped_directory().parent.glob("*.yaml"))
+    # The shipped pairs are in a directory inside that of the configs.
+    configs_directory = shipped_directory().parent
+    config_names = sorted(path.stem for path in configs_directory.glob("*.yaml"))
     options = _OPTIONS
     if verb == "fit":
         options = _RECIPE + options

@@ -43,14 +43,15 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+                # Only its owner can read a temporary file.
+                os.chmod(file.name, 0o644)
                 os.replace(file.name, path)
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except (
-        OSError
-    ) as error:  # a full disk names no file; leaving the inner block flushes again, and fails again
+    except OSError as error:
+        # The error of a full disk names no file. It is caught out here, because closing the
+        # temporary file writes once more and raises a second error.
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise

@@ -234,10 +234,12 @@ class _StandardDecoding:
         if size < len(self.batch_rows):
             live_slots = [slot for slot, row in enumerate(self.batch_rows) if row.live]
             ended_slots = [slot for slot, row in enumerate(self.batch_rows) if not row.live]
-            slots = live_slots + ended_slots[: size - self.num_live]
-            index = torch.tensor(slots, device=self.device)
+            num_ended = size - self.num_live
+            slots = live_slots + ended_slots[:num_ended]
             self.state.select(slots)
             self.batch_rows = [self.batch_rows[slot] for slot in slots]
+
+            index = torch.tensor(slots, device=self.device)
             next_tokens = next_tokens[index]
             if self.noise is not None:
                 self.noise = self.noise[index]

@@ -44,7 +44,11 @@ class ModelDraftState(DraftState):
             self.model_state.truncate(lengths)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        self.model_state.truncate(list(map(min, lengths, self.model_state.consumed)))
+        # The model has not read the last token, or more, of some texts.
+        readable_lengths = []
+        for length, num_read in zip(lengths, self.model_state.consumed, strict=True):
+            readable_lengths.append(min(length, num_read))
+        self.model_state.truncate(readable_lengths)
 
     def begin(self, request: DraftRequest, num_again: int) -> list[Sequence[int]]:
         """Truncate the state to the texts of a request.
@@ -59,17 +63,19 @@ class ModelDraftState(DraftState):
         texts = request.texts
         starts = []
         for num_read, text in zip(state.consumed, texts, strict=True):
-            starts.append(min(num_read, max(0, len(text) - num_again)))
+            last_start = max(0, len(text) - num_again)
+            starts.append(min(num_read, last_start))
         state.truncate(starts)
 
         if request.committed is None:
             state.commit(starts)
         else:
             # Draft tokens of another drafter may be removed later.
-            committed = []
+            committed_lengths = []
             for start, num_committed in zip(starts, request.committed, strict=True):
-                committed.append(min(start, max(0, num_committed - num_again)))
-            state.commit(committed)
+                last_start = max(0, num_committed - num_again)
+                committed_lengths.append(min(start, last_start))
+            state.commit(committed_lengths)
         return [text[start:] for start, text in zip(starts, texts, strict=True)]
 
 
@@ -128,15 +134,19 @@ class ModelDrafter(SamplingDrafter):
         unread = state.begin(request, NUM_LAST_TOKENS)
         state.drafted_at = [len(text) for text in request.texts]
 
-        tokens, valid_lengths = request.last_two_tokens, None
-        if all(len(tokens) == NUM_LAST_TOKENS for tokens in unread):
+        reads_last_two = all(len(tokens) == NUM_LAST_TOKENS for tokens in unread)
+        if reads_last_two:
+            tokens = request.last_two_tokens
+            valid_lengths = None
             outputs = self.recorded_roll(self.model, model_state, tokens, request, sampling)
             if outputs is not None:
                 draft = make_draft(outputs, windows, request)
+                # All draft tokens but the last one were read too.
                 num_read = NUM_LAST_TOKENS + draft.tokens.shape[1] - 1
                 model_state.advance(num_read)
                 return draft
         else:
+            # In the first round of a text, or if a draft was shorter than others.
             tokens, valid_lengths = pad(unread, request.last_two_tokens.device)
 
         if request.vocab_size is not None and request.vocab_size > self.model.vocab_size:

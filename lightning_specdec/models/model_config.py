@@ -25,15 +25,18 @@ if TYPE_CHECKING:
 
 FOREIGN = (*BUILTIN_ERRORS, StrictDataclassError)
 """What transformers raises for broken files."""
-_LARGEST = 2**24
+_MAX_INTEGER = 2**24
 """Limit of any integer."""
-_MOST_PARTS = 1024
+_MAX_PARTS = 1024
 """Limit of the number of layers, experts and heads, each of which takes time to build."""
 _PARTS = ("layer", "expert", "head", "block")
+"""Words in the names of settings that count parts..."""
 _SIZES = ("dim", "size", "channels")
-_MOST_VALUES = 20_000
-_LONGEST = 1000
-_DEEPEST = 6
+"""... unless one of these words follows, as in head_dim."""
+_MAX_VALUES = 20_000
+_MAX_LENGTH = 1000
+"""Limit of the length of a name or of a text."""
+_MAX_DEPTH = 6
 _LEGACY = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_emb_base", "rotary_pct"}
 """Older names of rotary settings, which transformers still reads."""
 _REFUSED = ("auto_map", "quantization_config", "use_pretrained_backbone", "backbone")
@@ -163,7 +166,7 @@ def _settings(family: type[PreTrainedConfig]) -> set[str]:
 
 def _check(values: Mapping[str, Any], where: str) -> None:
     """Raise ValueError unless these are plain values, in range, that run and fetch nothing."""
-    for number, (depth, name, value) in enumerate(_walk(values)):
+    for num_before, (depth, name, value) in enumerate(_walk(values)):
         # A model inside the model might have settings that are refused here.
         is_inner_model = depth > 1 and name == "model_type"
         is_private = name.startswith("_") or name.endswith("implementation")
@@ -172,17 +175,20 @@ def _check(values: Mapping[str, Any], where: str) -> None:
                 f"{where} contains {name[:80]!r}, which a new model does not accept: drop it"
             )
 
+        # `bool` is an `int`.
         is_plain = isinstance(value, Mapping | list | tuple | str | int | float | None)
-        is_too_large = number > _MOST_VALUES or depth > _DEEPEST or len(name) > _LONGEST
+        is_too_large = num_before > _MAX_VALUES or depth > _MAX_DEPTH or len(name) > _MAX_LENGTH
         if not is_plain or is_too_large:
             raise ValueError(
                 f"{where} has too many values, or {name[:80]!r} is nested too deeply or no plain "
                 "value"
             )
-        if isinstance(value, str) and len(value) > _LONGEST:
+        if isinstance(value, str) and len(value) > _MAX_LENGTH:
             raise ValueError(f"{where} has a {name!r} that is too long")
+
+        # A large number of layers would take long to build, a large size of them does not.
         if isinstance(value, int) and not isinstance(value, bool):
-            limit = _MOST_PARTS if _counts_parts(name) else _LARGEST
+            limit = _MAX_PARTS if _counts_parts(name) else _MAX_INTEGER
             require_int(name, value, -limit, limit)
 
 

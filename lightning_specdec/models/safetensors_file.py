@@ -123,6 +123,7 @@ def weights_sha256(directory: Path) -> str:
         digest = hashlib.sha256()
         for path in files:
             with path.open("rb") as file:
+                # Adds the file's bytes to the digest that the function returns.
                 hashlib.file_digest(file, lambda: digest)
         return digest.hexdigest()
 

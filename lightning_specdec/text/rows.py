@@ -178,8 +178,9 @@ def _text_of(content: Any, where: str) -> str | None:
     if isinstance(content, str):
         return valid_text(content)
 
+    parts = content if isinstance(content, list) else [content]
     texts = []
-    for part in content if isinstance(content, list) else [content]:
+    for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise ValueError(f"{where}: a turn's content must be text, got {str(part)[:40]}")
         texts.append(part["text"])

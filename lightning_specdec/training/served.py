@@ -110,11 +110,12 @@ class Endpoint:
         }
 
         def complete(number: int) -> tuple[int, list[int]]:
-            row_seed = hashlib.sha256(f"{seed} {number}".encode()).digest()[:7]
+            # A seed for each prompt, of seven bytes: servers read signed integers of eight.
+            digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
             body = {
                 **common_options,
                 "prompt": list(prompts[number]),
-                "seed": int.from_bytes(row_seed),
+                "seed": int.from_bytes(digest[:7]),
             }
             answer = self._request("/v1/completions", body, timeout=_COMPLETION_SECONDS)
             tokens = self._tokens_of(answer, vocab_size)

@@ -80,6 +80,18 @@ class TargetShape:
             max_positions=max_positions or MAX_TEXT_LENGTH + NUM_DECODED_TOKENS,
         )
 
+    def require_several_layers(self, reason: str) -> None:
+        """Check that the target has layers that a draft can leave out.
+
+        Args:
+            reason: why one layer is not enough, for the error.
+
+        Raises:
+            ValueError: the target has one layer only.
+        """
+        if self.num_layers < 2:
+            raise ValueError(f"{self.directory} has one layer, and {reason}: use the recipe eagle")
+
     @property
     def draft_vocabulary(self) -> int | None:
         """Size of a reduced draft vocabulary; None for a target whose vocabulary is small already.
