@@ -401,11 +401,10 @@ def _build_part(
         trusted: as for `networks.build`.
     """
     prefix = f"{name}."
-    part_weights = {
-        weight_name.removeprefix(prefix): value
-        for weight_name, value in weights.items()
-        if weight_name.startswith(prefix)
-    }
+    part_weights = {}
+    for weight_name, value in weights.items():
+        if weight_name.startswith(prefix):
+            part_weights[weight_name.removeprefix(prefix)] = value
     make_part = partial(build, description, (kinds,), trusted)
     return with_weights(make_part, name.replace(_OTHERS, "draft "), part_weights)
 

@@ -125,8 +125,10 @@ class DistilledModelTraining(DistillationTraining):
         last_layer = (model.num_layers or 0) - 1
         # Only hidden states are needed here: `step_logits` computes the logits of the learned
         # positions.
-        output = model(batch.tokens[:, :-1], features=(last_layer,), logits_for=slice(0, 0))
-        return [DraftStep(output.features[last_layer], first_index=1)]
+        no_positions = slice(0, 0)
+        output = model(batch.tokens[:, :-1], features=(last_layer,), logits_for=no_positions)
+        hidden = output.features[last_layer]
+        return [DraftStep(hidden, first_index=1)]
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
         return self.drafter.model.output_logits(hidden[None])[0]

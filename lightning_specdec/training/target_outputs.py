@@ -186,7 +186,8 @@ def batches(data: TokenData, split: str) -> Iterator[Batch]:
     rows = data.rows(split)
     for start in range(0, len(rows), data.batch_size):
         end = min(start + data.batch_size, len(rows))
-        yield data.collate([rows[index] for index in range(start, end)])
+        batch_rows = [rows[index] for index in range(start, end)]
+        yield data.collate(batch_rows)
 
 
 def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
@@ -195,8 +196,9 @@ def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
     for batch in batches(data, "train"):
         positions = torch.arange(batch.tokens.shape[1])
         is_text = positions < batch.lengths[:, None]
-        is_generated = is_text & (positions >= batch.prompt_lengths[:, None])
-        counts += torch.bincount(batch.tokens[is_generated], minlength=vocab_size)
+        is_after_prompt = positions >= batch.prompt_lengths[:, None]
+        generated_tokens = batch.tokens[is_text & is_after_prompt]
+        counts += torch.bincount(generated_tokens, minlength=vocab_size)
     return counts
 
 
