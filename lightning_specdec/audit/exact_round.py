@@ -140,17 +140,25 @@ def measure_round(
     if surprises:
         return law
 
-    # Each row of a path was played with the numbers that draw it.
+    drawn_paths, changed_prob = _drawn_paths(paths, played)
+    decisions = Decisions(rule, sampling, played, generator)
+    error = _largest_error(drawn_paths, decisions)
+    return replace(law, error=error, tolerance=TOLERANCE + left_out_prob + changed_prob)
+
+
+def _drawn_paths(paths: Sequence[Path], played: Played) -> tuple[dict[int, Path], float]:
+    """The drafts that their numbers have drawn in the first rows, and the others' probability.
+
+    Rounding in a larger batch may change a draft.
+    """
     drawn_paths = {}
+    changed_prob = 0.0
     for row, path in enumerate(paths):
         if tuple(played.drafted[row]) == path.tokens:
             drawn_paths[row] = path
         else:
-            # Rounding in the larger batch has changed the draft.
-            left_out_prob += path.prob
-    decisions = Decisions(rule, sampling, played, generator)
-    error = _largest_error(drawn_paths, decisions)
-    return replace(law, error=error, tolerance=TOLERANCE + left_out_prob)
+            changed_prob += path.prob
+    return drawn_paths, changed_prob
 
 
 def _num_surprises(rule: AcceptanceRule, sampling: Sampling, played: Played) -> int:

@@ -134,11 +134,7 @@ def export(
     _check_arguments(target, engine, dtype)
     drafter.check_target(target)
 
-    # A copy, so that the caller's draft keeps its dtype.
-    stored_drafter = deepcopy(drafter).eval()
-    if dtype is not None:
-        for weight in stored_drafter.parameters():
-            weight.data = weight.data.to(FLOATS[dtype])
+    stored_drafter = _copy_in_dtype(drafter, dtype)
     num_recommended = num_draft_tokens or recipe.get("num_draft_tokens") or _DEFAULT_DRAFT_TOKENS
     draft_export = _choose_export(stored_drafter, target, engine, num_recommended)
     texts = _texts_to_compare(texts, target)
@@ -199,6 +195,15 @@ def _random_texts(target: HuggingFaceLM) -> list[list[int]]:
         tokens = torch.randint(target.vocab_size, (length,), generator=generator)
         texts.append(tokens.tolist())
     return texts
+
+
+def _copy_in_dtype(drafter: Drafter, dtype: str | None) -> Drafter:
+    """Return a copy, so that the caller's draft keeps its dtype."""
+    copy = deepcopy(drafter).eval()
+    if dtype is not None:
+        for weight in copy.parameters():
+            weight.data = weight.data.to(FLOATS[dtype])
+    return copy
 
 
 def _check_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:

@@ -114,12 +114,7 @@ def calibrate(
         windows: draft tokens of the rounds; no more are measured than the drafter makes.
         seconds: how long to measure, if `FEWEST_PASSES` fit.
     """
-    measured_drafter = drafter
-    if isinstance(drafter, NGramWithFallback):
-        measured_drafter = drafter.fallback
-    if measured_drafter.free == "min_confidence":
-        # A draft that ends early would hide what its tokens cost.
-        measured_drafter = measured_drafter.at(0.0)
+    measured_drafter = _drafter_to_measure(drafter)
 
     # The first rounds of a window are not counted: a call of another width than before costs more,
     # and recorded rounds are pipelined from the third on.
@@ -160,6 +155,16 @@ def calibrate(
 
     counted_passes = passes[1:]
     return _costs(counted_passes, windows, length, inside_target=measured_drafter.inside_target)
+
+
+def _drafter_to_measure(drafter: Drafter) -> Drafter:
+    """The drafter that is called in a round that costs most."""
+    if isinstance(drafter, NGramWithFallback):
+        drafter = drafter.fallback
+    if drafter.free == "min_confidence":
+        # A draft that ends early would hide what its tokens cost.
+        drafter = drafter.at(0.0)
+    return drafter
 
 
 def _shortest_context(target: LanguageModel, drafter: Drafter) -> int:
