@@ -304,8 +304,7 @@ def _obstacles(drafter: FeatureDrafter, target: HuggingFaceLM, engine: str) -> l
         needed_settings = _settings_for_llama_cpp(drafter)
         if needed_settings:
             obstacles.append(
-                f"it runs only plain EAGLE-3: train with {' and '.join(needed_settings)}, "
-                "norms cannot be folded"
+                f"it runs only plain EAGLE-3: train with {' and '.join(needed_settings)}"
             )
     return obstacles
 
