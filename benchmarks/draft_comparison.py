@@ -22,6 +22,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -159,8 +160,7 @@ class Run:
         torch.manual_seed(0)
         self.module = module_class(target, target_features=OnlineFeatures(), **self.settings)
         self.module.check_data(data)
-        # The module is trained without a Trainer.
-        self.trainer = type("NoTrainer", (), {"world_size": 1, "global_step": 0})()
+        self.trainer = minimal_trainer()
         self.module.trainer = self.trainer
         self.module.log_losses = lambda *_, **__: None  # type: ignore[method-assign]
         self.optimizer: Any = self.module.configure_optimizers()
@@ -224,6 +224,11 @@ class Run:
     def _set_outputs(self, outputs: Any) -> None:
         """Let the module use these outputs of the target instead of calling it."""
         self.module.read = lambda *_: outputs  # type: ignore[method-assign]
+
+
+def minimal_trainer() -> Any:
+    """What a training module needs of a Trainer: one process, one batch in each optimizer step."""
+    return SimpleNamespace(world_size=1, global_step=0, accumulate_grad_batches=1)
 
 
 def train(names: Sequence[str], options: argparse.Namespace) -> None:
