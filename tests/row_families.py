@@ -99,7 +99,6 @@ HYBRID: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8,
         "n_groups": 2,
         "chunk_size": 8,
-        "use_mamba_kernels": False,
     },
     "olmo_hybrid": {
         **_SIZES,
@@ -119,9 +118,7 @@ HYBRID: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
         "adapter_rank": 4,
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "use_mamba_kernels": False,
     },
-    "minimax": {**_SIZES, **_EXPERTS, **_LAYERS, "head_dim": 8, "block_size": 8},
 }
 """Families with recurrent and attention layers."""
 RECURRENT: dict[str, dict[str, Any]] = {
@@ -136,10 +133,10 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
     "xlstm": {
         "vocab_size": 67,
-        "hidden_size": 64,
-        "embedding_dim": 64,
+        "hidden_size": 128,
+        "embedding_dim": 128,
         "num_heads": 2,
-        "num_hidden_layers": 2,
+        "num_blocks": 2,
         "ffn_round_up_to_multiple_of": 16,
         "chunk_size": 8,
     },
@@ -155,7 +152,6 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_expand": 2,
         "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
     },
     "zamba": {
         **_SIZES,
@@ -167,8 +163,8 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
         "mamba_expand": 2,
         "mamba_dt_rank": 4,
         "n_mamba_heads": 2,
-        "use_mamba_kernels": False,
     },
+    "minimax": {**_SIZES, **_EXPERTS, **_LAYERS, "head_dim": 8, "block_size": 8},
     "recurrent_gemma": {
         **_SIZES,
         "num_hidden_layers": 3,

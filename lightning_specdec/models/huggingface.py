@@ -287,8 +287,16 @@ class HuggingFaceLM(LanguageModel):
         return self if self.dtype == torch.float32 else deepcopy(self).float()
 
     def in_eval_mode(self) -> LanguageModel:
-        # With code of a user, the model itself runs, and each call sets its mode.
-        return self if self._user_code else eval_copy(self)
+        return self if self._runs_own_modules else eval_copy(self)
+
+    @property
+    def _runs_own_modules(self) -> bool:
+        """Whether no copy of the model may decode, so that each call sets the model's mode.
+
+        Code of a user may depend on any module. Models that are read row by row may change their
+        modules: RWKV rescales its weights in place when its mode changes.
+        """
+        return bool(self._user_code) or self._row_reader is not None
 
     @property
     def _is_packed(self) -> bool:
@@ -298,14 +306,14 @@ class HuggingFaceLM(LanguageModel):
         """The model in its fastest form, for inference only.
 
         On a CPU a copy with packed linear layers, on a GPU a copy that records its calls. The copy
-        shares all other weights. A model with code of a user runs unchanged, since the code may
-        depend on any of its modules.
+        shares all other weights. A model with code of a user runs unchanged, and so does one that
+        is read row by row.
         """
         if self._pool is not None or self._is_packed:
             return self
         self.refresh()
         self._parts = None  # the modules may have changed since they were checked
-        if self._user_code:
+        if self._runs_own_modules:
             return self
 
         shared: dict[int, Any] = {id(self.tokenizer): self.tokenizer}
@@ -320,7 +328,7 @@ class HuggingFaceLM(LanguageModel):
 
     def pack(self) -> HuggingFaceLM:
         """Pack the linear layers' weights for a CPU, in place. For inference only; irreversible."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or self._row_reader is not None:
             return self
         table = self.embedding_table
         head: Any = self.model.get_output_embeddings()
@@ -585,9 +593,6 @@ class HuggingFaceLM(LanguageModel):
     ) -> ModelOutput:
         """Continue a state whose rows are read one by one."""
         assert self._row_reader is not None
-        if not self._user_code:
-            return self._row_reader.read(tokens, state, valid_lengths, logits_for, features)
-        # The user's own model runs, which may be in training mode.
         with _in_eval_mode(self.model):
             return self._row_reader.read(tokens, state, valid_lengths, logits_for, features)
 
