@@ -365,6 +365,22 @@ def test_calls_on_several_tokens_are_used_where_they_are_right(family: str) -> N
     assert lengths_of_calls(ours(family)) == [3, 4]
 
 
+@pytest.mark.parametrize("family", ["mamba", "lfm2"])
+def test_hooks_of_a_user_are_followed(family: str) -> None:
+    model = tiny(family, **FAMILIES[family])
+    decoder = SpeculativeDecoder(model)
+    before = decoder.decode(PROMPTS[1], max_new_tokens=8).tokens
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: -output
+    )
+    prompt_ids = torch.tensor([PROMPTS[1]])
+    text = model.generate(prompt_ids, max_new_tokens=8, do_sample=False)
+    hooked = decoder.decode(PROMPTS[1], max_new_tokens=8).tokens
+    assert hooked == [text[0, len(PROMPTS[1]) :].tolist()] != before
+    hook.remove()
+    assert decoder.decode(PROMPTS[1], max_new_tokens=8).tokens == before
+
+
 def test_a_state_that_cannot_be_restored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelCache, "restore", lambda cache, saved: None)
     model = HuggingFaceLM(tiny("mamba2", **FAMILIES["mamba2"]))

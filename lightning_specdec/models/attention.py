@@ -27,6 +27,8 @@ NAME = "lightning_specdec"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 """Families with two-sided attention. As decoders, some of them do not count positions from 0."""
+_READ_WHOLE_TEXTS = ("cpmant",)
+"""Families that take the whole text in every call, although they have a cache."""
 _OWN_MASKS = ("doge", "gpt_neo")
 """Families whose layers apply another mask in addition to the one that is passed."""
 
@@ -167,6 +169,8 @@ def _reason_to_refuse(model: PreTrainedModel, config: PreTrainedConfig) -> str |
     has_cache = cache_name(forward) or cache_name(type(model.base_model).forward)
     if has_cache is None and "state" not in inspect.signature(forward).parameters:
         return "keeps no key-value cache, which speculative decoding needs: use another model"
+    if config.model_type in _READ_WHOLE_TEXTS:
+        return "reads the whole text in every call: use another model"
 
     implementation = model.config._attn_implementation
     is_masked_by_us = not needs_row_caches(model, config)

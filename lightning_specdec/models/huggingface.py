@@ -234,7 +234,7 @@ class HuggingFaceLM(LanguageModel):
         """Whether calls on pieces of a text give the logits of one call on two equal rows of it."""
         tokens = torch.arange(sum(_PIECES), device=self.device)[None] % self.vocab_size
         if self._row_reader is not None:
-            state: DecodeState = self._row_reader.init_state(1, self.device)
+            state: DecodeState = self._row_state(self._row_reader, 1)
         else:
             state = KVState(1, tokens.shape[1], device=self.device)
         piece_logits = []
@@ -270,10 +270,14 @@ class HuggingFaceLM(LanguageModel):
     def init_state(self, batch_size: int, max_length: int) -> DecodeState:
         self.refresh()
         if self._row_reader is not None:
-            with _in_eval_mode(self.model):
-                self._row_reader.measure(self.device)
-            return self._row_reader.init_state(batch_size, self.device)
+            return self._row_state(self._row_reader, batch_size)
         return KVState(batch_size, max_length, device=self.device, pool=self._pool)
+
+    def _row_state(self, row_reader: RowReader, batch_size: int) -> SnapshotState:
+        """An empty state for a model that is read row by row, and measured before its first use."""
+        with _in_eval_mode(self.model):
+            row_reader.measure(self.device)
+        return row_reader.init_state(batch_size, self.device)
 
     def snapshot_bytes(self) -> int:
         """Bytes of one snapshot of a row's recurrent layers; 0 if the model has none."""

@@ -30,6 +30,7 @@ from transformers.cache_utils import (
 from lightning_specdec.models.attention import max_positions
 from lightning_specdec.models.base import ModelOutput
 from lightning_specdec.models.layers import CACHE_NAMES, cache_name
+from lightning_specdec.models.model_config import first_line
 from lightning_specdec.models.snapshot_state import (
     RowCache,
     SnapshotRow,
@@ -416,21 +417,31 @@ class RowReader:
         tokens are read one by one from now on, as transformers' own generation reads them.
 
         Raises:
-            ValueError: a snapshot does not bring back the model's state.
+            ValueError: the model does not continue a text from its cache, or a snapshot does not
+                bring back its state.
         """
-        dtype = self.model.dtype
-        if dtype == self._measured_dtype:
+        if self.model.dtype == self._measured_dtype:
             return
-        self._measured_dtype = dtype
+        try:
+            self._reads_several = self._can_read_several(device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{type(self.model).__name__} does not continue a text from its cache "
+                f"({first_line(error)}): use transformers' own generate"
+            ) from error
+        self._measured_dtype = self.model.dtype
+
+    def _can_read_several(self, device: torch.device) -> bool:
+        """Whether calls on several tokens continue a text as calls on one token do."""
         self._reads_several = False
         if self.config.model_type in _IGNORES_STATE:
             self._log_single_tokens("in transformers, longer calls begin with an empty state")
-            return
+            return False
         num_compared = sum(_CALL_LENGTHS)
         num_tokens = _NUM_PROMPT_TOKENS + num_compared
         limit = max_positions(self.config)
         if limit is not None and limit < num_tokens:
-            return
+            return False
 
         # The multiplier scatters the tokens over the vocabulary.
         tokens = torch.arange(1, num_tokens + 1, device=device) * 7919 % self.config.vocab_size
@@ -438,14 +449,14 @@ class RowReader:
         scale = float(expected.abs().max())
         whole = self.model(input_ids=tokens[None], use_cache=False).logits[0, -num_compared:]
         rounding = float((whole.float() - expected).abs().max()) / scale
-        max_tolerance = _MAX_TOLERANCES.get(dtype, _MAX_COARSE_TOLERANCE)
+        max_tolerance = _MAX_TOLERANCES.get(self.model.dtype, _MAX_COARSE_TOLERANCE)
         tolerance = min(max(_MIN_TOLERANCE, 2 * rounding), max_tolerance)
 
         self._reads_several = True
         several = self._measured_logits(tokens, _CALL_LENGTHS, num_removed=2)
         difference = float((several - expected).abs().max()) / scale
         if difference <= tolerance:
-            return
+            return True
 
         self._reads_several = False
         restored = self._measured_logits(tokens, [1] * num_compared, num_removed=2)
@@ -455,6 +466,7 @@ class RowReader:
                 "tokens cannot be removed: use transformers' own generate"
             )
         self._log_single_tokens(f"its logits differ by {difference:.1e} in longer calls")
+        return False
 
     def _log_single_tokens(self, reason: str) -> None:
         name = type(self.model).__name__
