@@ -165,6 +165,19 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 2,
     },
     "minimax": {**_SIZES, **_EXPERTS, **_LAYERS, "head_dim": 8, "block_size": 8},
+    "deepseek_v32": {
+        **_SIZES,
+        **_EXPERTS,
+        **_LATENT,
+        "head_dim": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "index_topk": 8,
+        "index_head_dim": 8,
+        "index_n_heads": 8,
+        "layer_types": ["indexed_attention"] * 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
     "recurrent_gemma": {
         **_SIZES,
         "num_hidden_layers": 3,
@@ -174,7 +187,7 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
         "block_types": ["recurrent", "attention"],
     },
 }
-"""Families whose calls on several tokens are wrong in transformers."""
+"""Families whose calls on several tokens are wrong, or choose other keys by their shape."""
 ATTENTION: dict[str, dict[str, Any]] = {
     "bloom": {"vocab_size": 67, "hidden_size": 32, "n_layer": 3, "n_head": 4},
     "mpt": {"vocab_size": 67, "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
@@ -199,21 +212,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8,
         "layer_types": ["chunked_attention", "full_attention"] * 2,
     },
-    "deepseek_v32": {
-        **_SIZES,
-        **_EXPERTS,
-        **_LATENT,
-        "head_dim": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "index_topk": 8,
-        "index_head_dim": 8,
-        "index_n_heads": 8,
-        "layer_types": ["indexed_attention"] * 4,
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    },
 }
-"""Families with masks or positions of their own, or sparse attention."""
+"""Families with masks or positions of their own."""
 FAMILIES = {**HYBRID, **RECURRENT, **ONE_TOKEN, **ATTENTION}
 
 

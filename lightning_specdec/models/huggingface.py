@@ -233,8 +233,9 @@ class HuggingFaceLM(LanguageModel):
     def _same_in_pieces(self) -> bool:
         """Whether calls on pieces of a text give the logits of one call on two equal rows of it."""
         tokens = torch.arange(sum(_PIECES), device=self.device)[None] % self.vocab_size
+        state: SnapshotState | KVState
         if self._row_reader is not None:
-            state: DecodeState = self._row_state(self._row_reader, 1)
+            state = self._row_state(self._row_reader, 1)
         else:
             state = KVState(1, tokens.shape[1], device=self.device)
         piece_logits = []

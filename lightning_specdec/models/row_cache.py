@@ -57,6 +57,9 @@ _STATES_IN_MODULES = ("conv1d_state", "recurrent_states")
 """Attributes of modules in which RecurrentGemma keeps its state."""
 _IGNORES_STATE = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma")
 """Families of transformers 5.24 whose calls on several tokens begin with an empty state."""
+_CHOOSES_KEYS = ("indexed", "sparse", "compressed")
+"""Parts of the names of layers that attend to the keys of the highest scores only. Scores may be
+equal, and which key is chosen then depends on the shape of the call (seen in Dots3)."""
 _NUM_PROMPT_TOKENS = 7
 _CALL_LENGTHS = (4, 2)
 """Tokens of the calls that are compared with calls on one token each."""
@@ -283,13 +286,11 @@ class RowReader:
             # A row near the end of the context may share a call with longer drafts.
             unread = unread[: max(0, limit - row.num_read)]
 
-        # Tokens before the first scored one are final as a rule, so a snapshot after them spares
-        # the next round from reading them again.
         num_before = num_again + min(output.columns.values(), default=num_new)
-        max_reread = MAX_REREAD if self._reads_several else 0
+        num_final = self._num_final(row, num_before, committed)
         part_lengths = [len(unread)]
-        if max_reread < num_before < len(unread):
-            part_lengths = [num_before, len(unread) - num_before]
+        if 0 < num_final < len(unread):
+            part_lengths = [num_final, len(unread) - num_final]
 
         if row.num_read <= committed:
             row.take_snapshot(committed)
@@ -301,6 +302,21 @@ class RowReader:
                 call_tokens = unread[start + num_again :][:call_length]
                 self._call(row, call_tokens, start, output)
                 start += call_length
+
+    def _num_final(self, row: SnapshotRow, num_before: int, committed: int) -> int:
+        """How many unread tokens to read before a snapshot, which spares reading them once more.
+
+        Tokens up to the first scored one are final as a rule.
+
+        Args:
+            num_before: unread tokens before the first scored one.
+        """
+        if self._reads_several:
+            return num_before if num_before > MAX_REREAD else 0
+        if row.num_read > 0:
+            return num_before
+        # The first call reads a whole prompt, as transformers' own generation does.
+        return committed or num_before + 1
 
     def _call_lengths(self, row: SnapshotRow, num_tokens: int) -> list[int]:
         """Tokens of the calls that read so many tokens."""
@@ -342,11 +358,12 @@ class RowReader:
             head_inputs.append(inputs[0])
             return (inputs[0][:, positions], *inputs[1:])
 
+        cache: Any = row.cache
         head: Any = self.model.get_output_embeddings()
         handle = head.register_forward_pre_hook(narrow)
         try:
             with row.reading(len(tokens)):
-                model_output = row.cache.call(self.model, **options)
+                model_output = cache.call(self.model, **options)
         finally:
             handle.remove()
 
@@ -437,6 +454,9 @@ class RowReader:
         if self.config.model_type in _IGNORES_STATE:
             self._log_single_tokens("in transformers, longer calls begin with an empty state")
             return False
+        if any(kind in layer for layer in self._layer_kinds for kind in _CHOOSES_KEYS):
+            self._log_single_tokens("its attention may choose other keys in longer calls")
+            return False
         num_compared = sum(_CALL_LENGTHS)
         num_tokens = _NUM_PROMPT_TOKENS + num_compared
         limit = max_positions(self.config)
@@ -467,6 +487,10 @@ class RowReader:
             )
         self._log_single_tokens(f"its logits differ by {difference:.1e} in longer calls")
         return False
+
+    @property
+    def _layer_kinds(self) -> list[str]:
+        return list(getattr(self.config, "layer_types", None) or [])
 
     def _log_single_tokens(self, reason: str) -> None:
         name = type(self.model).__name__
