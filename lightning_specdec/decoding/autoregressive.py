@@ -14,10 +14,10 @@ from lightning_specdec.decoding.recorded import make_executor
 from lightning_specdec.decoding.requests import (
     Prompts,
     Request,
+    batch_size_for,
     check_batch,
     check_eos,
     mark_failed,
-    power_of_two,
     stops_of,
 )
 from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
@@ -115,7 +115,7 @@ class _StandardDecoding:
             for index, text in texts
         ]
         self.batch_rows = self.rows
-        """Rows that are still decoded, and ended ones that fill the batch up to a power of two."""
+        """Rows that are still decoded, and ended ones that fill up the batch."""
         # The call must not refer to this batch: what is recorded outlives it.
         self._draw_call = partial(_draw, self.sampling, target.vocab_size)
         self._draw_key = "choose", self.sampling
@@ -226,11 +226,11 @@ class _StandardDecoding:
     def shrink(
         self, next_tokens: Int[Tensor, "B"], early_logits: Float[Tensor, "B V"] | None
     ) -> tuple[Int[Tensor, "_"], Float[Tensor, "_ V"] | None]:
-        """Drop ended rows if the live ones fit into a smaller power of two.
+        """Drop ended rows if the live ones fit into a smaller batch.
 
         Returns the arguments of those that stay.
         """
-        size = power_of_two(self.num_live)
+        size = batch_size_for(self.num_live, self.state)
         if size < len(self.batch_rows):
             live_slots = [slot for slot, row in enumerate(self.batch_rows) if row.live]
             ended_slots = [slot for slot, row in enumerate(self.batch_rows) if not row.live]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.decoding.recorded import make_executor
-from lightning_specdec.decoding.requests import Request, power_of_two
+from lightning_specdec.decoding.requests import Request, batch_size_for
 from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.drafters import Drafter, TargetContext
 from lightning_specdec.models import LanguageModel
@@ -24,7 +24,7 @@ EMPTY = -1
 
 
 class Batch:
-    """Rows that come and go. The batch grows and shrinks to powers of two.
+    """Rows that come and go. The batch grows and shrinks to the sizes of `batch_size_for`.
 
     A row keeps its slot, which is its index in the batch, while the batch keeps its size. An empty
     slot has a row that has ended: it takes part in every call, and its tokens are dropped.
@@ -93,7 +93,7 @@ class Batch:
                 return slot
 
         first_new_slot = len(self.rows)
-        num_new_slots = power_of_two(first_new_slot + 1) - first_new_slot
+        num_new_slots = batch_size_for(first_new_slot + 1, self.target_state) - first_new_slot
         new_slots = [EMPTY] * num_new_slots
         self._select([*range(first_new_slot), *new_slots])
         return first_new_slot
@@ -152,7 +152,7 @@ class Batch:
         return self.executor.next_noise(self.noise, self.rows, num_positions)
 
     def shrink(self) -> None:
-        """Drop ended rows if the live ones fit into a smaller power of two."""
+        """Drop ended rows if the live ones fit into a smaller batch."""
         if self.executor.has_pipelined_round:
             # The device runs the next round of these rows already.
             return
@@ -165,9 +165,9 @@ class Batch:
             else:
                 ended_slots.append(slot)
 
-        size = power_of_two(len(live_slots))
+        size = batch_size_for(len(live_slots), self.target_state)
         if size < len(self.rows):
-            # Ended rows fill the batch up to the power of two.
+            # Ended rows fill up the batch.
             num_ended = size - len(live_slots)
             self._select(live_slots + ended_slots[:num_ended])
 

@@ -14,7 +14,7 @@ from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding.results import Counts, Round, RowResult
 from lightning_specdec.decoding.stopping import StopSearch, StopStrings
 from lightning_specdec.drafters import Drafter
-from lightning_specdec.models import LanguageModel
+from lightning_specdec.models import DecodeState, LanguageModel
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -341,5 +341,13 @@ def num_shared(text: Sequence[int], other_text: Sequence[int]) -> int:
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`: the only batch sizes."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
+
+
+def batch_size_for(num_rows: int, state: DecodeState) -> int:
+    """Rows of a batch with this many live ones: a power of two, so that shapes seldom change.
+
+    Where each row has calls of its own, empty rows would only cost time.
+    """
+    return power_of_two(num_rows) if state.shares_calls else num_rows

@@ -648,7 +648,7 @@ class OpenVINOLM(HuggingFaceLM):
 
     fused = pack = packed
 
-    def init_state(self, batch_size: int, max_length: int) -> PagedState:  # type: ignore[override]
+    def init_state(self, batch_size: int, max_length: int) -> PagedState:
         if weights_stamp(self) != self._stamp:
             raise ValueError(
                 "the weights changed after the model was converted: convert it again with "

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,11 @@ class DecodeState(ABC):
         consumed: number of tokens that each row has consumed, on the host.
         committed: for each row the smallest length that it can still be truncated to.
         device: where the state's tensors are.
+        shares_calls: whether one call of the model reads all rows. If not, an empty row costs a
+            call.
     """
+
+    shares_calls: ClassVar[bool] = True
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self.consumed = [0] * batch_size
