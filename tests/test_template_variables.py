@@ -60,6 +60,12 @@ def test_words_of_one_flag_are_joined() -> None:
     assert json.loads(value) == expected
     assert TemplateSettings(chat_template_kwargs=value).chat_template_kwargs == expected
     assert TemplateSettings().chat_template_kwargs == {}
+    whole = ("--chat_template_kwargs", '{"n": 4, "m": null}')
+    assert json.loads(join_template_variables([*OFF, *whole])[-1]) == {
+        "enable_thinking": False,
+        "n": 4,
+        "m": None,
+    }
 
 
 def test_encode_chat_takes_variables() -> None:

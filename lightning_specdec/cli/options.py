@@ -267,7 +267,6 @@ def join_template_variables(words: Sequence[str]) -> list[str]:
 
     Values that are JSON are read as such: true and 3 are no text. The joined flag is at the end.
     """
-    prefix = f"--{TEMPLATE_VARIABLES}."
     variables: dict[str, Any] = {}
     other_words: list[str] = []
     queue = list(words)
@@ -275,14 +274,23 @@ def join_template_variables(words: Sequence[str]) -> list[str]:
         word = queue.pop(0)
         flag, equals, value = word.partition("=")
         flag = flag.replace("chat-template-kwargs", TEMPLATE_VARIABLES)
-        if not flag.startswith(prefix):
+        name, dot, variable = flag.partition(".")
+        if name != f"--{TEMPLATE_VARIABLES}":
             other_words.append(word)
             continue
         if not equals:
             if not queue:
                 raise UsageError(f"argument {flag}: expected a value")
             value = queue.pop(0)
-        variables[flag.removeprefix(prefix)] = _parse_value(value)
+
+        parsed_value = _parse_value(value)
+        if dot:
+            variables[variable] = parsed_value
+        elif isinstance(parsed_value, dict):
+            variables.update(parsed_value)
+        else:
+            # The setting refuses it.
+            other_words += [name, value]
     if variables:
         other_words += [f"--{TEMPLATE_VARIABLES}", json.dumps(variables)]
     return other_words

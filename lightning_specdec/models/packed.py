@@ -21,6 +21,8 @@ MAX_INT8_ROWS = 4
 """Up to this number of tokens, the int8 kernel is faster than converting the weight to floats."""
 SMALL_MODEL = 1_000_000
 """Parameters below which a product finishes before a second thread has woken up."""
+_INT8_INPUT_SETTINGS = ("act_quant_scale", "act_pre_scale", "act_quant_kwargs")
+"""What torchao's int8 weights have if their layer's inputs are quantized or scaled as well."""
 
 _LINEAR = torch.ops.mkldnn._linear_pointwise.default
 _NO_ACTIVATION: tuple[str, list[float], str] = ("none", [], "")

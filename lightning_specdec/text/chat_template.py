@@ -161,6 +161,9 @@ os.register_at_fork(after_in_child=_renderer.forget)
 
 def serve() -> None:
     """Render what arrives on stdin until it is closed, and write a line of JSON for each."""
+    # A program may have started this one with signals ignored or blocked.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     with suppress(ValueError, OSError):  # Not every system has this limit.
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     requests = sys.stdin.buffer
