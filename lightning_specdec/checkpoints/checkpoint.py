@@ -162,7 +162,7 @@ def save(
     portable_entries = ["recipe"]
     if isinstance(target, TargetReference):
         # A draft file is meant for other machines.
-        portable_entries += ["target", "tokenizer"]
+        portable_entries += [*target.to_document(), "tokenizer"]
     for name in portable_entries:
         document[name] = portable(document[name])
 
@@ -228,12 +228,14 @@ def load(
     path: str | os.PathLike[str],
     *,
     target: str | LanguageModel | None = None,
+    adapter: str | None = None,
     drafter: str | None = None,
 ) -> LoadedPair:
     """Build the networks that a file describes, with its weights.
 
     Args:
         target: the directory or Hub name of a target that is not in the file, or the loaded target.
+        adapter: an adapter to merge into that target; the recorded one when None.
         drafter: import path of your own drafter class. A file that names an import path is read
             only if it is this one.
 
@@ -243,7 +245,7 @@ def load(
     """
     content = read(path)
     try:
-        return _build_pair(content, str(path), target, drafter)
+        return _build_pair(content, str(path), target, adapter, drafter)
     except BROKEN as error:
         reason = one_line(error)
         if isinstance(error, KeyError):
@@ -255,6 +257,7 @@ def _build_pair(
     content: Mapping[str, Any],
     path: str,
     target: str | LanguageModel | None,
+    adapter: str | None,
     trusted: str | None,
 ) -> LoadedPair:
     """Build a pair from a file's content; raises one of `BROKEN` where the content is wrong."""
@@ -298,7 +301,7 @@ def _build_pair(
         if stored_target is not None:
             return stored_target
         assert reference is not None
-        found_target = reference.load(target, path)
+        found_target = reference.load(target, path, adapter=adapter)
         for drafter in drafts.values():
             drafter.check_target(found_target)
             _check_end_tokens(drafter, found_target)

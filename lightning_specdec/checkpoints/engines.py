@@ -177,6 +177,11 @@ def _check_arguments(target: object, engine: str, dtype: str | None) -> None:
         raise ValueError(
             f"engines serve models of transformers, and the target is a {type(target).__name__}"
         )
+    if target.origin is not None and target.origin.adapter is not None:
+        raise ValueError(
+            f"engines serve whole models: save {target.origin.source} with its adapter merged, and "
+            "export for that directory"
+        )
 
 
 def _texts_to_compare(texts: Sequence[Sequence[int]], target: HuggingFaceLM) -> list[list[int]]:

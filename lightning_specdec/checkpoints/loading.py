@@ -13,6 +13,7 @@ from torch import nn
 from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, load
 from lightning_specdec.checkpoints.engine_heads import is_head, read_head
 from lightning_specdec.checkpoints.target_reference import dtype_of
+from lightning_specdec.config.hub import is_gguf
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
 from lightning_specdec.config.models import MOST_SMALL, PairSource
@@ -37,12 +38,14 @@ class _ModelRequest:
         dtype: what it computes in; None for the dtype of its files.
         quantization: how its weights are quantized; None for not at all.
         revision: a branch, tag or commit on the Hub; None for the default branch.
+        adapter: an adapter to merge into its weights.
     """
 
     name: str
     dtype: str | None
     quantization: str | None
     revision: str | None
+    adapter: str | None
 
 
 def load_pair(
@@ -116,7 +119,9 @@ def _load_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
     """Load a checkpoint or draft file, `source.ckpt`."""
     choice = source.drafter
     trusted_class = None if choice is None else choice.name
-    loaded = load(str(source.ckpt), target=source.target, drafter=trusted_class)
+    loaded = load(
+        str(source.ckpt), target=source.target, adapter=source.adapter, drafter=trusted_class
+    )
 
     dtype = None if source.dtype is None else getattr(torch, source.dtype)
     if target is None:
@@ -170,7 +175,12 @@ def _load_pretrained(source: PairSource, target: Any, pack: bool) -> LoadedPair:
     # Target and draft are loaded together, because their sum must fit the memory.
     requests: list[_ModelRequest] = []
     if isinstance(target, str):
-        requests.append(_ModelRequest(target, source.dtype, source.quantization, source.revision))
+        target_request = _ModelRequest(
+            target, source.dtype, source.quantization, source.revision, source.adapter
+        )
+        requests.append(target_request)
+    elif source.adapter is not None:
+        raise ValueError("--adapter needs the name of a target: merge it into a loaded model first")
     if draft_request is not None:
         requests.append(draft_request)
     models = _load_models(requests, source, pack)
@@ -200,22 +210,29 @@ def _load_pretrained(source: PairSource, target: Any, pack: bool) -> LoadedPair:
 def _draft_request(source: PairSource, draft: Any) -> _ModelRequest | None:
     """Return the draft model to load; None if the draft is not a named model."""
     revision = source.draft_revision
+    adapter = source.draft_adapter
     if draft is None and source.draft_quantization is not None:
         # A quantized copy of the target drafts.
         draft = wrap_model(source.target)
         revision = source.revision
+        adapter = adapter or source.adapter
 
     if isinstance(draft, str) and not _is_trained_draft(draft):
         dtype = source.draft_dtype or source.dtype
-        return _ModelRequest(draft, dtype, source.draft_quantization, revision)
-    if source.draft_quantization or revision:
-        raise ValueError("quantization and revision need a named draft model: drop those settings")
+        return _ModelRequest(draft, dtype, source.draft_quantization, revision, adapter)
+    if source.draft_quantization or revision or adapter:
+        raise ValueError(
+            "quantization, revision and adapter of a draft need a named draft model: drop those "
+            "settings"
+        )
     return None
 
 
 def _is_trained_draft(name: str) -> bool:
     """Whether a name is that of a draft file or of a directory with a head."""
     path = Path(name).expanduser()
+    if is_gguf(path):
+        return False
     return path.is_file() or is_head(path)
 
 
@@ -267,6 +284,7 @@ def _load_models(
             dtype=request.dtype,
             quantization=request.quantization,
             revision=request.revision,
+            adapter=request.adapter,
             device=source.device,
             trust_remote_code=source.trust_remote_code,
             backend=source.backend,

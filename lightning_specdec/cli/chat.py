@@ -11,23 +11,24 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_specdec.cli.common import load_decoder
 from lightning_specdec.cli.options import (
     MeasureSettings,
     Parser,
+    TemplateSettings,
     UsageError,
     chosen,
     decoding,
     pair_source,
 )
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.config.settings import Settings, setting
+from lightning_specdec.config.settings import setting
 from lightning_specdec.config.terminal import say, short
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ COMMANDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatSettings(Settings):
+class ChatSettings(TemplateSettings):
     """How a chat starts."""
 
     system: str | None = setting(None, "system message")
@@ -85,8 +86,9 @@ def run(options: Namespace) -> int:
     if interactive:
         _note(f"{source.name} with {type(decoder.drafter).__name__}. {COMMANDS}")
 
-    system = chosen(options, ChatSettings).system
-    chat = _Chat(decoder, tokenizer, config, system=system, interactive=interactive)
+    settings = chosen(options, ChatSettings)
+    decoder.check_template(settings.chat_template_kwargs)
+    chat = _Chat(decoder, tokenizer, config, settings, interactive=interactive)
     for line in _turns(interactive):
         if line in ("/quit", "/exit"):
             break
@@ -111,14 +113,14 @@ class _Chat:
         decoder: SpeculativeDecoder,
         tokenizer: TextTokenizer,
         config: DecodingConfig,
+        settings: ChatSettings,
         *,
-        system: str | None,
         interactive: bool,
     ) -> None:
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.config = config
-        self.system = system
+        self.settings = settings
         self.interactive = interactive
         self.talk: Talk | None = None
 
@@ -148,7 +150,13 @@ class _Chat:
 
         target, drafter = self.decoder.ready()
         conversation = Conversation(target, drafter, self.config)
-        return Talk(self.tokenizer, conversation, system=self.system, interactive=self.interactive)
+        return Talk(
+            self.tokenizer,
+            conversation,
+            system=self.settings.system,
+            interactive=self.interactive,
+            chat_template_kwargs=self.settings.chat_template_kwargs,
+        )
 
 
 class Talk:
@@ -161,6 +169,7 @@ class Talk:
         tokenizer: the model's tokenizer, with a chat template.
         system: the system message; None for that of the template.
         interactive: whether Ctrl-C stops an answer instead of the program.
+        chat_template_kwargs: variables of the chat template.
     """
 
     def __init__(
@@ -170,8 +179,10 @@ class Talk:
         *,
         system: str | None = None,
         interactive: bool,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.chat_template_kwargs = chat_template_kwargs
         self.conversation = conversation
         self.interactive = interactive
         self._is_interrupted = False
@@ -191,7 +202,10 @@ class Talk:
         stream = self.tokenizer.stream()
         pieces: list[str] = []
         messages = [*self.messages, {"role": "user", "content": content}]
-        row = self.conversation.begin(self.tokenizer.encode_chat(messages))
+        prompt = self.tokenizer.encode_chat(
+            messages, chat_template_kwargs=self.chat_template_kwargs
+        )
+        row = self.conversation.begin(prompt)
 
         with self._interruptible():
             while row.live:

@@ -10,7 +10,13 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_specdec.cli.options import PromptSettings, chosen, pair_source, typed
+from lightning_specdec.cli.options import (
+    TEMPLATE_VARIABLES,
+    PromptSettings,
+    chosen,
+    pair_source,
+    typed,
+)
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.config.settings import Settings
 from lightning_specdec.config.terminal import visible
@@ -95,12 +101,16 @@ def counted(number: int, noun: str) -> str:
 
 
 class Loaded(NamedTuple):
-    """The models and prompts that the flags name. `texts` are None for prompts given as tokens."""
+    """The models and prompts that the flags name. `texts` are None for prompts given as tokens.
+
+    `template_variables` are variables of the chat template that wrote the prompts.
+    """
 
     source: PairSource
     decoder: SpeculativeDecoder
     texts: list[str | None]
     prompts: list[list[int]]
+    template_variables: dict[str, Any]
 
     def manifest(self, *settings: Settings) -> dict[str, Any]:
         """Record how results are produced: machine, versions, models, and these settings."""
@@ -109,6 +119,8 @@ class Loaded(NamedTuple):
         options: dict[str, Any] = {}
         for part in (self.source, *settings):
             options.update(part.to_dict())
+        if self.template_variables:
+            options[TEMPLATE_VARIABLES] = self.template_variables
         return manifest(
             options=options, checkpoint=self.source.ckpt, device=self.decoder.target.device
         )
@@ -127,15 +139,16 @@ def load(options: Namespace, *, num_own: int | None = None) -> Loaded:
             the target.
     """
     source = pair_source(options)
-    user_prompts = _read_prompts(chosen(options, PromptSettings))
+    settings = chosen(options, PromptSettings)
+    user_prompts = _read_prompts(settings)
     decoder = load_decoder(options, source)
     if user_prompts is None:
-        encoded = _default_prompts(decoder, raw="raw" in options)[:num_own]
+        encoded = _default_prompts(decoder, settings)[:num_own]
     else:
-        encoded = _encode_prompts(decoder, user_prompts, raw="raw" in options)
+        encoded = _encode_prompts(decoder, user_prompts, settings)
     texts = [text for text, _ in encoded]
     prompts = [tokens for _, tokens in encoded]
-    return Loaded(source, decoder, texts, prompts)
+    return Loaded(source, decoder, texts, prompts, settings.chat_template_kwargs)
 
 
 def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
@@ -202,27 +215,37 @@ EncodedPrompts = list[tuple[str | None, list[int]]]
 """Each prompt's text, None if it was given as tokens, and its tokens."""
 
 
-def _default_prompts(decoder: SpeculativeDecoder, *, raw: bool) -> EncodedPrompts:
+def _default_prompts(decoder: SpeculativeDecoder, settings: PromptSettings) -> EncodedPrompts:
     """The pair's own prompts, or the default ones for models of text."""
     if decoder.prompts:
         return [(None, list(prompt)) for prompt in decoder.prompts]
     if decoder.tokenizer is None:
         raise ValueError("the target stores no prompts: give some with --prompt '1 2 3'")
     prompts = [Prompt("", "", text=text) for text in OWN_PROMPTS]
-    return _encode_prompts(decoder, prompts, raw=raw)
+    return _encode_prompts(decoder, prompts, settings)
 
 
 def _encode_prompts(
-    decoder: SpeculativeDecoder, prompts: list[Prompt], *, raw: bool
+    decoder: SpeculativeDecoder, prompts: list[Prompt], settings: PromptSettings
 ) -> EncodedPrompts:
+    variables = settings.chat_template_kwargs
+    uses_template = decoder.tokenizer is not None and decoder.tokenizer.has_chat_template
+    if variables and (settings.raw or not uses_template):
+        raise ValueError(
+            "chat_template_kwargs are for a chat template, and none is used here: drop them"
+        )
+    if uses_template and not settings.raw:
+        decoder.check_template(variables)
     encoded: EncodedPrompts = []
     for prompt in prompts:
         if decoder.tokenizer is None:
             tokens = _parse_tokens(prompt.id, str(prompt.text), decoder.target.vocab_size)
             encoded.append((None, tokens))
         else:
-            tokens = list(prompt.encoded(decoder.tokenizer, raw=raw).tokens)
-            encoded.append((prompt.text, tokens))
+            encoded_prompt = prompt.encoded(
+                decoder.tokenizer, raw=settings.raw, chat_template_kwargs=variables
+            )
+            encoded.append((prompt.text, list(encoded_prompt.tokens)))
     return encoded
 
 

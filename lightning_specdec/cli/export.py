@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import OWN_PROMPTS, counted, progress
 from lightning_specdec.cli.options import Parser, UsageError, add_class, chosen, class_named
+from lightning_specdec.config.hub import check_upload, upload
 from lightning_specdec.config.models import ENGINES, PairSource
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
@@ -39,6 +40,9 @@ class ExportSettings(Settings):
     target: str | None = setting(
         None, "directory of the target, for --format and for --draft DIR", metavar="DIR"
     )
+    adapter: str | None = setting(
+        None, "adapter of PEFT that is merged into the target", metavar="ADAPTER"
+    )
     format: str | None = setting(None, "write a directory for an engine", choices=ENGINES)
     output: str = setting(
         help="file to write, as safetensors; with --format, a new directory", metavar="PATH"
@@ -47,6 +51,9 @@ class ExportSettings(Settings):
         None,
         "dtype of the stored weights; this package computes as before, engines as stored",
         choices=("float16", "bfloat16", "int8"),
+    )
+    push_to_hub: str | None = setting(
+        None, "with --format, also upload the directory to this repository", metavar="NAME"
     )
 
 
@@ -62,6 +69,10 @@ def run(options: Namespace) -> int:
     if "output" not in options:
         raise UsageError("--output is missing: give a file")
     settings = chosen(options, ExportSettings)
+    if settings.push_to_hub is not None:
+        if settings.format is None:
+            raise UsageError("--push_to_hub uploads what --format writes: give --format")
+        check_upload(settings.push_to_hub)
     if settings.format is None and settings.draft is None:
         _export_checkpoint(settings, options)
     else:
@@ -107,6 +118,7 @@ def _export_draft(settings: ExportSettings, options: Namespace) -> None:
     source = PairSource(
         ckpt=settings.ckpt,
         target=settings.target,
+        adapter=settings.adapter,
         draft=settings.draft,
         drafter=getattr(options, "drafter", None),
     )
@@ -157,6 +169,9 @@ def _write_engine_directory(settings: ExportSettings, engine: str, loaded: Loade
         say(f"not run in {engine} itself")
     for command in export.commands:
         say(command)
+    if settings.push_to_hub is not None:
+        progress(f"uploading {output} ...")
+        say(upload(output, settings.push_to_hub))
 
 
 def _comparison_texts(tokenizer: Tokenizer | None) -> list[list[int]]:

@@ -204,10 +204,12 @@ def _describe_model(source: TargetSource) -> dict[str, Any]:
         dtype=source.dtype,
         quantization=source.quantization,
         revision=source.revision,
+        adapter=source.adapter,
         trust_remote_code=source.trust_remote_code,
     ).pack()
     return {
         "model": source.target,
+        "adapter": source.adapter,
         "architecture": type(model.model).__name__,
         "parameters": model.num_parameters,
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
+from lightning_specdec.config.hub import GGUF_SUFFIX
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice, Kinds
 from lightning_specdec.config.models import DraftSource, PairSource, TargetSource, check_directory
 from lightning_specdec.config.pairs import get_pair, list_pairs
@@ -31,8 +33,36 @@ class UsageError(ValueError):
     """The command line itself is wrong."""
 
 
+TEMPLATE_VARIABLES = "chat_template_kwargs"
+"""Flag of the chat template's variables: `--chat_template_kwargs.NAME VALUE`."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class PromptSettings(Settings):
+class TemplateSettings(Settings):
+    """Variables of the chat template."""
+
+    chat_template_kwargs: Any = setting(
+        None,
+        "variables of the chat template, as JSON; or one of them, as "
+        "--chat_template_kwargs.enable_thinking false",
+        metavar="JSON",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        variables = self.chat_template_kwargs
+        if isinstance(variables, str):
+            variables = _parse_value(variables)
+        if not isinstance(variables, dict | None):
+            raise ValueError(
+                'chat_template_kwargs must be a JSON object, as {"enable_thinking": false}, got '
+                f"{variables!r}"
+            )
+        object.__setattr__(self, TEMPLATE_VARIABLES, variables or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSettings(TemplateSettings):
     """Where prompts come from; by default those of the pair, or three that ship."""
 
     prompt: tuple[str, ...] = setting(
@@ -150,6 +180,7 @@ class Parser(argparse.ArgumentParser):
             Only the flags that were given. `drafter` and `rule` are `Choice`s whose settings are
             still text, because their classes are not imported yet.
         """
+        words = join_template_variables(words)
         remaining_words, kind_settings = self._split_kind_settings(words)
         options = self.parse_args(remaining_words)
         for kind, settings in kind_settings.items():
@@ -229,6 +260,48 @@ class Parser(argparse.ArgumentParser):
         if positional:
             return f": {self.prog} accepts one {positional[0]}"
         return f": {self.prog} accepts only options"
+
+
+def join_template_variables(words: Sequence[str]) -> list[str]:
+    """The words of a command line with `--chat_template_kwargs.NAME VALUE` joined to one flag.
+
+    Values that are JSON are read as such: true and 3 are no text. The joined flag is at the end.
+    """
+    variables: dict[str, Any] = {}
+    other_words: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("chat-template-kwargs", TEMPLATE_VARIABLES)
+        name, dot, variable = flag.partition(".")
+        if name != f"--{TEMPLATE_VARIABLES}":
+            other_words.append(word)
+            continue
+        if not equals:
+            if not queue:
+                raise UsageError(f"argument {flag}: expected a value")
+            value = queue.pop(0)
+
+        parsed_value = _parse_value(value)
+        if dot:
+            variables[variable] = parsed_value
+        elif isinstance(parsed_value, dict):
+            variables.update(parsed_value)
+        else:
+            # The setting refuses it.
+            other_words += [name, value]
+    if variables:
+        other_words += [f"--{TEMPLATE_VARIABLES}", json.dumps(variables)]
+    return other_words
+
+
+def _parse_value(text: str) -> Any:
+    """The value that a text is in JSON, or as a constant of Python; else the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text, text)
 
 
 def _help_text(field: Field[Any], default: Any) -> str:
@@ -381,6 +454,8 @@ def model_flag(model: str) -> str:
         has_checkpoints = any((*path.glob("version_*/*.ckpt"), *path.glob("*.ckpt")))
         is_model = (path / "config.json").exists()
         return "ckpt" if has_checkpoints and not is_model else "target"
+    if path.suffix.lower() == GGUF_SUFFIX:
+        return "target"
     if path.is_file() or path.suffix in (".ckpt", ".safetensors"):
         return "ckpt"
     pair_names = {pair.name for pair in list_pairs()}

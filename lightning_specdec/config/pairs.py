@@ -31,6 +31,7 @@ class PairModel(Settings):
     local: str | None = setting(None, "directory to use instead of the source if it exists")
     quantization: str | None = setting(None, "quantize its weight matrices", choices=QUANTIZATIONS)
     revision: str | None = setting(None, "branch, tag or commit on the Hub")
+    adapter: str | None = setting(None, "adapter of PEFT to merge: a directory or a Hub name")
 
     @property
     def location(self) -> str:
@@ -104,6 +105,7 @@ class Pair(Settings):
             "dtype": self.target.dtype,
             "quantization": self.target.quantization,
             "revision": self.target.location_revision,
+            "adapter": self.target.adapter,
         }
 
         drafter: Choice | None = source.drafter
@@ -119,6 +121,7 @@ class Pair(Settings):
                     draft_dtype=source.dtype or self.draft.dtype,
                     draft_quantization=self.draft.quantization,
                     draft_revision=self.draft.location_revision,
+                    draft_adapter=self.draft.adapter,
                 )
 
         missing = {name: value for name, value in defaults.items() if getattr(source, name) is None}

@@ -19,7 +19,7 @@ from lightning_specdec.data.base import (
     Row,
     TokenData,
 )
-from lightning_specdec.data.corpus import Shard, open_corpus
+from lightning_specdec.data.corpus import Shard, open_corpus, read_manifest
 from lightning_specdec.text.tokenizer import named_tokenizer
 
 BATCHES_PER_POOL = 32
@@ -193,6 +193,14 @@ class GeneratedText(TokenData):
         values = super().arguments()
         values.pop("prompt_length", None)
         values["max_length"] = self.max_row_length
+        # The variables of the chat template that wrote the prompts, of each directory.
+        variables = []
+        for path in self.paths:
+            prompt_arguments = read_manifest(Path(path).expanduser()).get("data", {})
+            variables.append(prompt_arguments.get("chat_template_kwargs") or {})
+        if any(variables):
+            is_same = all(entry == variables[0] for entry in variables)
+            values["chat_template_kwargs"] = variables[0] if is_same else variables
         return values
 
 

@@ -266,7 +266,12 @@ def check_prompt(prompt: Sequence[Any], vocab_size: int, name: str) -> None:
 
 
 def check_padding(rows: Sequence[Sequence[int]], pad: int | None) -> None:
-    """Raise ValueError if some rows begin or end with the pad token and others do not."""
+    """Raise ValueError if some rows begin or end with the pad token and others do not.
+
+    Rows of different lengths are not padded: they begin with a BOS that is also the pad token.
+    """
+    if len({len(row) for row in rows}) > 1:
+        return
     for end in (0, -1):
         padded = [bool(row) and row[end] == pad for row in rows]
         if any(padded) and not all(padded):
@@ -309,12 +314,15 @@ def check_context(
     target: LanguageModel,
     drafter: Drafter | None = None,
 ) -> None:
-    """Raise ValueError for a text that exceeds the context of the target or of the draft."""
+    """Raise ValueError for a text that exceeds the context of the target or of the draft.
+
+    No model reads the last new token, so it needs no position.
+    """
     limits = {"target": target.max_positions}
     if drafter is not None:
         limits["draft"] = drafter.max_positions
     for owner, limit in limits.items():
-        if limit is not None and num_prompt_tokens + max_new_tokens > limit:
+        if limit is not None and num_prompt_tokens + max_new_tokens - 1 > limit:
             raise ValueError(
                 f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones do not "
                 f"fit the {owner}'s "

@@ -57,18 +57,28 @@ class StagedState(JointState):
         self.larger = larger
         self.smaller = smaller
 
-    def begin(self, request: DraftRequest) -> DecodeState:
+    def begin(self, request: DraftRequest, windows: Sequence[int], num_extra: int) -> DecodeState:
         """Truncate to the texts, and return the state that the larger stage reads with.
 
         At least the last token of each text is unread.
+
+        Args:
+            windows: draft tokens that are requested of each row.
+            num_extra: how many tokens more than these the larger stage will read after each text.
         """
         self.commit()
         self.drafted_at = [len(text) for text in request.texts]
         if isinstance(self.larger, ExitState):
             return LowerState(self.larger.whole)
         assert isinstance(self.larger, ModelDraftState)
-        self.larger.begin(request, 1)
+        self.larger.begin(request, 1, windows, num_extra)
         return self.larger.model_state
+
+    def seen_by_larger(self, texts: Sequence[list[int]]) -> list[list[int]]:
+        """The part of each text that the larger stage reads: the end, if its context is short."""
+        if not isinstance(self.larger, ModelDraftState) or not any(self.larger.firsts):
+            return list(texts)
+        return [text[first:] for text, first in zip(texts, self.larger.firsts, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
         self.commit()
@@ -261,7 +271,7 @@ class StagedDrafter(Drafter):
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        larger_state = state.begin(request)
+        larger_state = state.begin(request, windows, self.window)
         stage_draft = _StageDraft(request, windows, self.larger.sampling or sampling)
         if isinstance(larger_state, LowerState):
             model = state.larger.model
@@ -301,7 +311,8 @@ class StagedDrafter(Drafter):
 
         # The larger stage reads what it has not read, and the draft.
         unread = []
-        for text, num_read in zip(stage_draft.texts, larger_state.consumed, strict=True):
+        texts = state.seen_by_larger(stage_draft.texts)
+        for text, num_read in zip(texts, larger_state.consumed, strict=True):
             unread.append(text[num_read:])
         unread_tokens, lengths = pad(unread, device)
         tokens, valid_lengths, positions = with_draft_tokens(unread_tokens, lengths, draft.tokens)
@@ -314,7 +325,8 @@ class StagedDrafter(Drafter):
 
         # The last token was drawn from the larger stage's logits and is unread.
         final_lengths = []
-        for text, num_read in zip(stage_draft.texts, larger_state.consumed, strict=True):
+        texts = state.seen_by_larger(stage_draft.texts)
+        for text, num_read in zip(texts, larger_state.consumed, strict=True):
             final_lengths.append(min(num_read, len(text) - 1))
         larger_state.truncate(final_lengths)
 

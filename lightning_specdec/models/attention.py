@@ -29,6 +29,8 @@ _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 """Families with two-sided attention. As decoders, some of them do not count positions from 0."""
 _READ_WHOLE_TEXTS = ("cpmant",)
 """Families that take the whole text in every call, although they have a cache."""
+_SCALED_KINDS = ("linear", "yarn", "llama3")
+"""Rotary scalings that compute the same function of the positions for texts of any length."""
 _OWN_MASKS = ("doge", "gpt_neo")
 """Families whose layers apply another mask in addition to the one that is passed."""
 
@@ -185,13 +187,24 @@ def _reason_to_refuse(model: PreTrainedModel, config: PreTrainedConfig) -> str |
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Largest number of tokens of a text; None if unlimited.
 
-    Rotary scalings that change with the length of the text stay below the change.
+    Rotary scalings that change with the length of the text stay below the change. The others count
+    with the scaled length, also if the config states the original one.
     """
-    scaling = getattr(config, "rope_parameters", None)
-    if isinstance(scaling, Mapping) and scaling.get("rope_type") in ("longrope", "dynamic"):
-        original_length = scaling.get("original_max_position_embeddings")
-        if original_length is not None:
-            return int(original_length)
-
     max_length = getattr(config, "max_position_embeddings", None)
-    return None if max_length is None else int(max_length)
+    scaling = getattr(config, "rope_parameters", None)
+    if not isinstance(scaling, Mapping):
+        return None if max_length is None else int(max_length)
+
+    kind = scaling.get("rope_type")
+    original_length = scaling.get("original_max_position_embeddings")
+    if kind in ("longrope", "dynamic") and original_length is not None:
+        return int(original_length)
+
+    if max_length is None:
+        return None
+    factor = scaling.get("factor")
+    # A config that states another original length has the scaled length as its own.
+    is_original = original_length in (None, max_length)
+    if kind in _SCALED_KINDS and factor is not None and is_original:
+        return max(int(max_length), int(max_length * factor))
+    return int(max_length)

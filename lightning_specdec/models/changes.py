@@ -154,11 +154,18 @@ def compiled_part(model: nn.Module) -> str | None:
 
 
 def check_in_memory(model: nn.Module) -> None:
-    """Raise ValueError if a model's weights are not in memory, so that torch cannot compute."""
+    """Raise ValueError if a model's weights are not all in the memory of one device."""
+    name = type(getattr(model, "model", model)).__name__
+    # accelerate keeps what it offloads on the meta device.
     if any(weight.is_meta for weight in model.parameters()):
-        name = type(getattr(model, "model", model)).__name__
         raise ValueError(
             f"{name} has weights on the meta device or on disk: load it without offload"
+        )
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"{name} is spread over {' and '.join(devices)}: load it on one device, as with "
+            'device_map="cuda:0"'
         )
 
 

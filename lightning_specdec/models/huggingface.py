@@ -261,7 +261,8 @@ class HuggingFaceLM(LanguageModel):
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
         for weight in self.model.parameters():
-            if weight.is_floating_point():
+            # Weights of eight bits are stored in such a type, and computed in another one.
+            if weight.is_floating_point() and weight.dtype.itemsize > 1:
                 return weight.dtype
         raise ValueError(f"{type(self.model).__name__} has no floating-point weights")
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
 from lightning_specdec.config.checks import BUILTIN_ERRORS, require_int
+from lightning_specdec.config.hub import is_gguf
 from lightning_specdec.config.models import DTYPES, check_directory
 from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import one_line, short
@@ -84,7 +88,7 @@ def first_line(error: BaseException) -> str:
 
 
 def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration of the model in a directory.
+    """The configuration of the model in a directory or a GGUF file.
 
     Raises:
         ValueError: it is missing, broken, of another kind of model, or needs code that is not
@@ -92,6 +96,8 @@ def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedCon
     """
     from transformers import AutoConfig
 
+    if is_gguf(path):
+        return _read_gguf_config(path)
     check_directory(str(path))
     try:
         return AutoConfig.from_pretrained(
@@ -104,6 +110,22 @@ def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedCon
                 "then pass --trust_remote_code (trust_remote_code=True)"
             ) from error
         raise ValueError(f"{path}/config.json describes no model: {first_line(error)}") from error
+
+
+def _read_gguf_config(path: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"{path} needs {' and '.join(missing)}: {sys.executable} -m pip install "
+            f"{' '.join(missing)}"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except (*FOREIGN, struct.error) as error:
+        raise ValueError(f"{path} describes no model: {first_line(error)}") from error
+    return config
 
 
 def to_config(values: Mapping[str, Any]) -> PreTrainedConfig:

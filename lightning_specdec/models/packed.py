@@ -21,6 +21,8 @@ MAX_INT8_ROWS = 4
 """Up to this number of tokens, the int8 kernel is faster than converting the weight to floats."""
 SMALL_MODEL = 1_000_000
 """Parameters below which a product finishes before a second thread has woken up."""
+_INT8_INPUT_SETTINGS = ("act_quant_scale", "act_pre_scale", "act_quant_kwargs")
+"""What torchao's int8 weights have if their layer's inputs are quantized or scaled as well."""
 
 _LINEAR = torch.ops.mkldnn._linear_pointwise.default
 _NO_ACTIVATION: tuple[str, list[float], str] = ("none", [], "")
@@ -170,19 +172,30 @@ def pack_linears(module: nn.Module) -> None:
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if _is_int8(child):
+            if _has_int8_rows(child):
                 setattr(parent, name, _int8_linear(child))
             elif can_pack(child):
                 setattr(parent, name, _packed_layer(child))
 
 
-def _is_int8(layer: nn.Module) -> bool:
-    """Whether torchao has quantized a linear layer to one int8 number for each weight."""
+def _has_int8_rows(layer: nn.Module) -> bool:
+    """Whether torchao has quantized a layer's weight to int8 with one scale for each output.
+
+    Other forms of int8 quantize the inputs as well, or have more scales, or a zero point.
+    """
     weight: Any = getattr(layer, "weight", None)
     int8_values: Any = getattr(weight, "qdata", None)
-    if int8_values is None or int8_values.shape != weight.shape:
+    if not isinstance(layer, nn.Linear) or int8_values is None or has_user_code(layer):
         return False
-    return isinstance(layer, nn.Linear) and not has_user_code(layer)
+    if int8_values.dtype != torch.int8 or int8_values.shape != weight.shape:
+        return False
+    if any(getattr(weight, name, None) is not None for name in _INT8_INPUT_SETTINGS):
+        return False
+    # A symmetric quantization may store zeros.
+    zero_point: Any = getattr(weight, "zero_point", None)
+    if zero_point is not None and zero_point.any():
+        return False
+    return bool(weight.scale.numel() == layer.out_features)
 
 
 def _int8_linear(layer: Any) -> Int8Linear:

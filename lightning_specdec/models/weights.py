@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import numpy as np
@@ -12,18 +13,22 @@ import torch
 from torch import Tensor, nn
 
 _SAMPLE_SIZE = 64
-_BLOCK_BYTES = 8192
+_ROW_BYTES = 8192
+_BLOCK_ROWS = 512
+"""Rows that a thread reads at a time: 4 MiB."""
+_THREADED_BYTES = 2**24
+"""Weights of at least this size are read by several threads."""
 
 
 def _odd_factors() -> np.ndarray:
     generator = np.random.default_rng(0)
-    words_per_block = _BLOCK_BYTES // 8
-    numbers = generator.integers(2**62, size=words_per_block, dtype=np.int64)
+    words_per_row = _ROW_BYTES // 8
+    numbers = generator.integers(2**62, size=words_per_row, dtype=np.int64)
     return 2 * numbers + 1
 
 
 _FACTORS = _odd_factors()
-"""An odd factor for each 64-bit word of a block, so that the order of the words counts."""
+"""An odd factor for each 64-bit word of a row, so that the order of the words counts."""
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -70,11 +75,26 @@ def weights_checksum(tensors: Iterable[Tensor]) -> list[int]:
 
     torch counts most writes to a tensor, but not those through `.data`, through a numpy view or by
     fused optimizers. Only the bytes themselves show these.
+
+    A weight is read in rows of 1024 words, each of which counts with a factor of its own. So every
+    change within a word shows. Changes of several words cancel with a probability of 2^-63.
     """
-    return [_tensor_checksum(tensor.detach()) for tensor in tensors]
+    all_tensors = [tensor.detach() for tensor in tensors]
+    num_threads = torch.get_num_threads()
+    num_bytes = sum(tensor.nbytes for tensor in all_tensors if type(tensor) is Tensor)
+    if num_threads == 1 or num_bytes < _THREADED_BYTES:
+        return [_tensor_checksum(tensor, map) for tensor in all_tensors]
+    # numpy lets other threads run while it adds numbers.
+    with ThreadPoolExecutor(num_threads) as pool:
+        return [_tensor_checksum(tensor, pool.map) for tensor in all_tensors]
 
 
-def _tensor_checksum(tensor: Tensor) -> int:
+def _tensor_checksum(tensor: Tensor, run_all: Callable[..., Iterable[bytes]]) -> int:
+    """The checksum of one tensor.
+
+    Args:
+        run_all: `map`, or the same in several threads.
+    """
     if type(tensor) is not Tensor:
         return _subclass_checksum(tensor)
     if tensor.is_meta or not tensor.numel():
@@ -83,18 +103,23 @@ def _tensor_checksum(tensor: Tensor) -> int:
         tensor = tensor.to_dense()
 
     data = _plain_bytes(tensor)
-    num_blocks = data.size // _BLOCK_BYTES
-    num_block_bytes = num_blocks * _BLOCK_BYTES
-    words = data[:num_block_bytes].view(np.int64)
-    blocks = words.reshape(num_blocks, _FACTORS.size)
+    num_rows = data.size // _ROW_BYTES
+    num_row_bytes = num_rows * _ROW_BYTES
+    words = data[:num_row_bytes].view(np.int64)
+    rows = words.reshape(num_rows, _FACTORS.size)
+    blocks = [rows[start : start + _BLOCK_ROWS] for start in range(0, num_rows, _BLOCK_ROWS)]
 
-    # The products wrap around at 64 bits. One result for each block, whose order counts as well.
-    block_results = blocks @ _FACTORS
-    checksum = zlib.crc32(block_results.tobytes())
+    # The bytes after the last full row are few, so they are added directly.
+    remainder = data[num_row_bytes:]
+    digest = hashlib.blake2b(remainder.tobytes(), digest_size=8)
+    for row_sums in run_all(_row_sums, blocks):
+        digest.update(row_sums)
+    return int.from_bytes(digest.digest())
 
-    # The bytes after the last full block are few, so they are added directly.
-    remainder = data[num_block_bytes:]
-    return zlib.crc32(remainder.tobytes(), checksum)
+
+def _row_sums(rows: np.ndarray) -> bytes:
+    """The sum of each row's words times their factors, which wraps around at 64 bits."""
+    return (rows @ _FACTORS).tobytes()
 
 
 def _subclass_checksum(tensor: Tensor) -> int:

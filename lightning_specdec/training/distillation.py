@@ -97,6 +97,7 @@ class DistillationTraining(SpeculativeTraining):
         target_checkpoint: a checkpoint that contains the target, or the directory of a transformers
             model.
         target_dtype: dtype of a target from a directory; as stored when None.
+        target_adapter: an adapter of PEFT to merge into a target from a directory.
         draft: a draft file, or the directory of a head, to start from; it keeps its sizes and its
             vocabulary.
         freeze_target: whether the target stays unchanged, to the last bit. Otherwise it learns from
@@ -120,6 +121,7 @@ class DistillationTraining(SpeculativeTraining):
         *,
         target_checkpoint: str | None = None,
         target_dtype: str | None = None,
+        target_adapter: str | None = None,
         draft: str | None = None,
         freeze_target: bool = True,
         loss: DraftLoss | None = None,
@@ -131,6 +133,7 @@ class DistillationTraining(SpeculativeTraining):
         **options: Any,
     ) -> None:
         self.target_checkpoint = target_checkpoint
+        self.target_adapter = target_adapter
         self.freeze_target = freeze_target
         if loss is None:
             loss = ForwardKL() if freeze_target else CrossEntropy()
@@ -148,7 +151,7 @@ class DistillationTraining(SpeculativeTraining):
         self._sharded = False
 
         target, self.target_tokenizer = given_target(
-            target, target_checkpoint, freeze_target, dtype=target_dtype
+            target, target_checkpoint, freeze_target, dtype=target_dtype, adapter=target_adapter
         )
         drafter = make_drafter(target)
         if draft is not None:

@@ -16,6 +16,8 @@ import torch
 from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.memory import available_bytes
 from lightning_specdec.data.corpus import MANIFEST, read_manifest, shipped_corpora
+from lightning_specdec.models.adapters import find_adapter
+from lightning_specdec.text.tokenizer import TextTokenizer
 from lightning_specdec.training.block import BlockTraining
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.distilled_model import DistilledModelTraining
@@ -51,7 +53,12 @@ LARGE_HIDDEN_SIZE = 256
 
 
 def config_for(
-    recipe: str, target: str, text: Sequence[str], *, minutes: float | None = None
+    recipe: str,
+    target: str,
+    text: Sequence[str],
+    *,
+    minutes: float | None = None,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
     """The config of `fit` as plain values, as its YAML has them.
 
@@ -61,6 +68,7 @@ def config_for(
         text: directories that `generate` wrote; or text files, directories and patterns;
             `["shipped"]` is SmolLM2's text.
         minutes: duration of the run; three epochs when None.
+        adapter: an adapter of PEFT to merge into the target.
 
     Raises:
         FileNotFoundError, ValueError: the recipe does not support this target or this text.
@@ -91,6 +99,10 @@ def config_for(
     max_length = min(MAX_TEXT_LENGTH, shape.max_positions - num_decoded_tokens)
     data = _data_section(shape, text, max_length)
     data["init_args"]["batch_size"] = _batch_size(shape, device)
+    if adapter is not None:
+        model_arguments["target_adapter"] = adapter
+        if TextTokenizer.is_in(find_adapter(adapter).path):
+            data["init_args"]["tokenizer"] = adapter
 
     run_name = f"{Path(target).expanduser().absolute().name}_{recipe}"
     trainer_arguments = _trainer_arguments(run_name, minutes, num_decoded_tokens)

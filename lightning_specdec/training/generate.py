@@ -100,6 +100,7 @@ class GenerateText(LightningModule):
         target: a model's directory, or its name on the Hub; it needs a tokenizer.
         output: the directory of the shards.
         dtype: dtype that the target computes in; the stored dtype when None.
+        adapter: an adapter of PEFT to merge into the target: a directory or a Hub name.
         max_new_tokens: maximum new tokens of each row. A token that ends an answer ends a row, and
             is kept.
         temperatures: each prompt has one row for each of these; 0 is greedy.
@@ -124,6 +125,7 @@ class GenerateText(LightningModule):
         output: str,
         *,
         dtype: str | None = None,
+        adapter: str | None = None,
         max_new_tokens: int = 256,
         temperatures: Sequence[float] = (0.0,),
         top_p: float | None = None,
@@ -137,6 +139,7 @@ class GenerateText(LightningModule):
         self.source = target
         self.output = Path(output).expanduser()
         self.dtype_name = dtype
+        self.adapter = adapter
         self.max_new_tokens = require_int("max_new_tokens", max_new_tokens, 1)
         self.temperatures = [float(temperature) for temperature in temperatures]
         self.top_p = top_p
@@ -155,6 +158,10 @@ class GenerateText(LightningModule):
             raise ValueError(
                 "num_draft_tokens is for decoding without an engine: configure a draft in vLLM's "
                 "server"
+            )
+        if engine is not None and adapter is not None:
+            raise ValueError(
+                "adapter is for decoding without an engine: merge it, and serve the merged model"
             )
         self.engine = engine
         self.watch: Watch = lambda num_tokens, num_ended: None
@@ -175,7 +182,9 @@ class GenerateText(LightningModule):
 
         data = self._data()
         if self.engine is None:
-            self.target = loading.load_model(self.source, dtype=self.dtype_name)
+            self.target = loading.load_model(
+                self.source, dtype=self.dtype_name, adapter=self.adapter
+            )
             limit_threads(self.target.num_parameters)
             target = self.target
         else:
@@ -222,6 +231,8 @@ class GenerateText(LightningModule):
         }
         if self.engine is not None:
             arguments["engine"] = "vllm"
+        if self.adapter is not None:
+            arguments["adapter"] = self.adapter
         return {
             "format": corpus.FORMAT,
             "target": {

@@ -348,7 +348,15 @@ def _check_config(
         current.update(data.arguments())
 
     # The same target may lie elsewhere by now.
-    ignored = {"format", "recipe", "versions", "prompts", "tokenizer", "target_checkpoint"}
+    ignored = {
+        "format",
+        "recipe",
+        "versions",
+        "prompts",
+        "tokenizer",
+        "target_checkpoint",
+        "target_adapter",
+    }
     if "sha256" in described["target"]:
         ignored.add("target")
     differences = []
