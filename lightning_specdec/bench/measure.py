@@ -9,6 +9,13 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from lightning_specdec.bench.pieces import (
+    PIECE_TOKENS,
+    Stream,
+    Tape,
+    pairs_by_turn,
+    take_turns,
+)
 from lightning_specdec.bench.records import (
     DRAFTING,
     HUGGING_FACE,
@@ -34,8 +41,10 @@ from lightning_specdec.decoding import (
     Window,
     autoregressive_decode,
     merge_results,
+    open_session,
     speculative_decode,
 )
+from lightning_specdec.decoding.autoregressive import open_standard
 from lightning_specdec.decoding.calibration import load_or_measure
 from lightning_specdec.decoding.requests import check_batch, check_eos, num_shared
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
@@ -158,7 +167,43 @@ class Case:
     def run(self, repeat: int) -> tuple[Record, DecodeResult]:
         """Decode once, with the seed of that repeat."""
         result = self.decode(seed=self.config.seed + repeat)
-        return self.row(repeat, **_figures(self, result)), result
+        return self.measured(repeat, result), result
+
+    def measured(self, repeat: int, result: DecodeResult, **figures: Any) -> Record:
+        """The row of a repeat with the figures of its result, and others."""
+        return self.row(repeat, **_figures(self, result), **figures)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that the prompts are decoded in."""
+        return -(-len(self.prompts) // self.batch_size)
+
+    def tape(self, repeat: int = 0, *, is_endless: bool = False) -> Tape:
+        """The case as a tape, whose answers are the batches of prompts in their order.
+
+        Args:
+            repeat: the repeat whose seed is used.
+            is_endless: whether the prompts are decoded again and again, with the seeds of further
+                repeats.
+        """
+        return Tape(
+            lambda number: self._open(number, repeat),
+            num_answers=None if is_endless else self.num_batches,
+            whole_answers=self.target.device.type == "cuda",
+        )
+
+    def _open(self, number: int, repeat: int) -> Stream:
+        """Open the stream of a batch by its number; further rounds through the prompts follow."""
+        further_repeats, batch_number = divmod(number, self.num_batches)
+        start = batch_number * self.batch_size
+        batch = self.prompts[start : start + self.batch_size]
+        texts = [list(prompt.tokens) for prompt in batch]
+        indices = list(range(start, start + len(batch)))
+        config = self.config.changed(seed=self.config.seed + repeat + further_repeats)
+        if self.method == STANDARD:
+            return Stream(open_standard(self.target, texts, config, indices=indices))
+        assert isinstance(self.drafter, Drafter)
+        return Stream(open_session(self.target, self.drafter, texts, config, indices=indices))
 
     def row(self, repeat: int, **figures: Any) -> Record:
         """A row with the settings of the case and these figures."""
@@ -198,6 +243,7 @@ def measure(
     repeats: int = 5,
     warmup: int = 1,
     known: Mapping[tuple[Any, ...], Record] | None = None,
+    in_pieces: bool = False,
 ) -> Iterator[Record]:
     """Measure cases that are compared with each other; yields each row after its measurement.
 
@@ -210,6 +256,8 @@ def measure(
         repeats: timed runs of each case.
         warmup: untimed runs before them.
         known: rows of earlier runs by cell and repeat, which are not measured again.
+        in_pieces: whether the cases, which are standard and speculative decoding, take turns after
+            every few rounds of a text, instead of after each repeat. Needs the memory of both.
     """
     require_int("repeats", repeats, 1)
     require_int("warmup", warmup, 0)
@@ -229,6 +277,11 @@ def measure(
         else:
             ready_cases[case_index] = prepared_case
 
+    if in_pieces and len(ready_cases) == len(cases) == 2:
+        standard, speculative = ready_cases.values()
+        yield from _measure_in_pieces(standard, speculative, repeats)
+        return
+
     standard_cell = cases[0].cell
     for repeat in range(repeats):
         expected: DecodeResult | Record | None = known.get((standard_cell, repeat))
@@ -246,6 +299,40 @@ def measure(
                 expected = result
             if case.keeps_tokens:
                 row = replace(row, **_beside(result, expected))
+            yield row
+
+
+def _measure_in_pieces(standard: Case, speculative: Case, repeats: int) -> Iterator[Record]:
+    """Measure two cases that take turns after every few rounds; yields the rows of each repeat.
+
+    A case that fails yields one row with its error, and ends the measurement.
+    """
+    for repeat in range(repeats):
+        standard_tape = standard.tape(repeat)
+        speculative_tape = speculative.tape(repeat)
+        try:
+            piece_tokens = PIECE_TOKENS * standard.batch_size
+            for _ in take_turns([standard_tape, speculative_tape], piece_tokens=piece_tokens):
+                pass
+        except FAILURES as error:
+            try:
+                standard.decode(seed=standard.config.seed + repeat)
+            except FAILURES as standard_error:
+                yield standard.failed(repeat, standard_error)
+            else:
+                yield speculative.failed(repeat, error)
+            return
+
+        standard_result = merge_results(standard_tape.results())
+        speculative_result = merge_results(speculative_tape.results())
+        pieces = list(pairs_by_turn(standard_tape, speculative_tape).values())
+        for case, result, figures in (
+            (standard, standard_result, {}),
+            (speculative, speculative_result, {"pieces": pieces}),
+        ):
+            row = case.measured(repeat, result, **figures)
+            if case.keeps_tokens:
+                row = replace(row, **_beside(result, standard_result))
             yield row
 
 
@@ -407,7 +494,7 @@ def _compare(
     interrupted = False
     try:
         # One by one, so that the rows before Ctrl-C stay.
-        for row in measure(cases, repeats=repeats, warmup=warmup):
+        for row in measure(cases, repeats=repeats, warmup=warmup, in_pieces=True):
             rows.append(row)
     except KeyboardInterrupt:
         interrupted = True
