@@ -8,6 +8,7 @@ from typing import Any
 
 import cases
 import pytest
+from synthetic_machine import Machine
 
 from lightning_specdec import Sampling, SpeculativeDecoder
 from lightning_specdec.bench.pieces import Stream, Tape, pairs_by_turn, take_turns
@@ -143,61 +144,14 @@ def test_two_repeats_of_three_prompts_yield_more_than_twenty_pairs() -> None:
     assert comparison.walltime_speedup.ends is not None
 
 
-class Machine:
-    """A synthetic machine: speed that drifts, and bursts of load that slow whatever runs.
-
-    Args:
-        burst_rate: bursts that begin in a second.
-        burst_seconds: their mean duration.
-        burst_factor: how much slower a burst makes everything.
-    """
-
-    DRIFT = 0.05
-    NOISE = 0.03
-
-    def __init__(
-        self, rng: random.Random, burst_rate: float, burst_seconds: float, burst_factor: float
-    ) -> None:
-        self.rng = rng
-        self.burst_rate = burst_rate
-        self.burst_seconds = burst_seconds
-        self.burst_factor = burst_factor
-        self.now = 0.0
-        self.burst_end = 0.0
-        self.next_burst = self._wait()
-        self.log_speed = 0.0
-
-    def _wait(self) -> float:
-        return self.rng.expovariate(self.burst_rate) if self.burst_rate else float("inf")
-
-    def run(self, work: float) -> float:
-        """Seconds that work takes, which lasts as many seconds on an idle machine."""
-        self.log_speed += self.rng.gauss(0, self.DRIFT)
-        left = work * self.rng.lognormvariate(self.log_speed, self.NOISE)
-        start = self.now
-        while left > 0:
-            is_burst = self.now < self.burst_end
-            factor = self.burst_factor if is_burst else 1.0
-            change = self.burst_end if is_burst else self.next_burst
-            if left * factor <= change - self.now:
-                self.now += left * factor
-                break
-            left -= (change - self.now) / factor
-            self.now = change
-            if is_burst:
-                self.next_burst = self.now + self._wait()
-            else:
-                self.burst_end = self.now + self.rng.expovariate(1 / self.burst_seconds)
-        return self.now - start
-
-    def pairs(self, num_pieces: int, *, text_noise: float) -> Iterator[Pair]:
-        """Pieces of both methods in turn; a piece of standard decoding is a second of work."""
-        for turn in range(num_pieces):
-            text = self.rng.lognormvariate(-(text_noise**2) / 2, text_noise)
-            works = {"standard": 1.0, "method": text / TRUE_SPEEDUP}
-            order = ["standard", "method"] if turn % 2 == 0 else ["method", "standard"]
-            seconds = {name: self.run(works[name]) for name in order}
-            yield seconds["standard"], seconds["method"]
+def pairs_on(machine: Machine, num_pieces: int, *, text_noise: float) -> Iterator[Pair]:
+    """Pieces of both methods in turn; a piece of standard decoding is a second of work."""
+    for turn in range(num_pieces):
+        text = machine.rng.lognormvariate(-(text_noise**2) / 2, text_noise)
+        works = {"standard": 1.0, "method": text / TRUE_SPEEDUP}
+        order = ["standard", "method"] if turn % 2 == 0 else ["method", "standard"]
+        seconds = {name: machine.run(works[name]) for name in order}
+        yield seconds["standard"], seconds["method"]
 
 
 @pytest.mark.parametrize("num_pieces", [12, 24, 96])
@@ -231,7 +185,7 @@ def test_an_interval_of_pieces_contains_the_truth_in_95_of_100_cases(
     num_with_half = 0
     for _ in range(400):
         machine = Machine(rng, burst_rate, burst_seconds, burst_factor)
-        pairs = list(machine.pairs(num_pieces, text_noise=text_noise))
+        pairs = list(pairs_on(machine, num_pieces, text_noise=text_noise))
         _, low, high = piece_interval(pairs)
         num_with_truth += low <= TRUE_SPEEDUP <= high
         num_with_half += low <= TRUE_SPEEDUP / 2 <= high

@@ -70,6 +70,31 @@ def piece_interval(pairs: Sequence[Pair], *, level: float = LEVEL) -> Interval:
     return _interval(value, squared_width, has_spread=len(seconds) > 1)
 
 
+def relative_interval(
+    pairs: Sequence[Pair], other_pairs: Sequence[Pair], *, level: float = LEVEL
+) -> Interval:
+    """How much faster one method is than another that took turns with it, with an interval.
+
+    Both took turns with the same standard decoding. What its timings have in common, such as a
+    piece of text where every draft fails, does not widen the interval.
+
+    Args:
+        pairs, other_pairs: for each turn, the seconds of standard decoding and of the method for
+            the same tokens; zeros for a turn in which a method ran no piece.
+    """
+    seconds = torch.tensor([pairs, other_pairs], dtype=torch.float64).reshape(2, -1, 2)
+    num_blocks = min(NUM_BLOCKS, seconds.shape[1])
+    blocks = torch.stack([part.sum(1) for part in torch.tensor_split(seconds, num_blocks, dim=1)])
+    totals = blocks.sum(0)
+    speedups = totals[:, 0] / totals[:, 1]
+    value = (speedups[0] / speedups[1]).item()
+
+    shares = blocks / blocks.mean(0)
+    deviations = shares[:, :, 0] - shares[:, :, 1]
+    squared_width = _squared_width(deviations[:, 0] - deviations[:, 1], level)
+    return _interval(value, squared_width, has_spread=seconds.shape[1] > 1)
+
+
 def ratio_interval(
     numerators: Sequence[Sequence[float]],
     denominators: Sequence[Sequence[float]],
@@ -116,10 +141,14 @@ def _squared_half_width(tops: torch.Tensor, bottoms: torch.Tensor, level: float)
     Their standard deviation is s. The mean of the samples' own logarithms would not do: where one
     side has rare slow samples, it varies less than the ratio of the sums.
     """
-    num_samples = len(tops)
+    return _squared_width(tops / tops.mean() - bottoms / bottoms.mean(), level)
+
+
+def _squared_width(deviations: torch.Tensor, level: float) -> float:
+    """t^2 s^2 / n of deviations whose mean is 0; 0 for a single one."""
+    num_samples = len(deviations)
     if num_samples < 2:
         return 0.0
-    deviations = tops / tops.mean() - bottoms / bottoms.mean()
     variance = deviations.square().sum().item() / (num_samples - 1)
     quantile = student(num_samples - 1, (1 - level) / 2)
     return float(quantile**2 * variance / num_samples)

@@ -1,6 +1,7 @@
 """One rule for every claim about speed: only an interval that excludes 1 decides.
 
-`decode`, `sweep`, `bench` and `report` take their words from here, so that they never disagree.
+`decode`, `sweep`, `bench`, `report`, `fit` and TensorBoard take their words from here, so that they
+never disagree.
 """
 
 from __future__ import annotations
@@ -68,6 +69,15 @@ def judge(speedup: Interval | None, num_pairs: int, *, level: float = LEVEL) -> 
         # So wide that its ends say nothing.
         return Verdict("too noisy", f"too noisy to tell: {ratio}")
     return Verdict("too noisy", f"too noisy to tell: {ratio} {interval}")
+
+
+def level_among(num_candidates: int) -> float:
+    """The level of the interval of a candidate that was chosen as the best of several.
+
+    The best of several looks good by chance. The level is raised (Bonferroni) so that, if no
+    candidate gains, one is called faster with a probability of at most 1 - `LEVEL`.
+    """
+    return 1 - 2 * (1 - LEVEL) / max(2, num_candidates)
 
 
 @dataclass(frozen=True)
