@@ -29,7 +29,7 @@ def test_every_shipped_pair_is_read() -> None:
     }
     assert pairs_by_name["tinyllama_llama3"].drafter.name == "CrossVocabulary"
     assert pairs_by_name["phi3_llama3"].drafter.name == "CrossVocabulary"
-    assert pairs_by_name["smollm2"].drafter.name == "NGramDrafter"
+    assert pairs_by_name["smollm2"].drafter.name == "NGramWithFallback"
     assert pairs_by_name["smollm2"].draft is None
     for pair in pairs_by_name.values():
         assert pair.description

@@ -74,8 +74,9 @@ def load_pair(
 
     # A named pair fills in the models and settings that the source leaves open.
     pair = get_pair(source.pair)
-    loaded = _load_pretrained(pair.complete(source), target, pack)
-    if loaded.num_draft_tokens is None:
+    loaded = load_pair(pair.complete(source), target=target, pack=pack)
+    # The number that a draft stores is for the draft alone, on another machine.
+    if source.draft is None or loaded.num_draft_tokens is None:
         loaded.num_draft_tokens = pair.num_draft_tokens
     return loaded
 
