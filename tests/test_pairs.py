@@ -52,6 +52,7 @@ def test_pairs_and_models_of_the_current_directory_come_first(
     assert len(list_pairs()) == len(PATHS) + 1
 
     target = get_pair("smollm2").target
+    assert target is not None
     local_copy = tmp_path / "checkpoints" / "smollm2"
     local_copy.mkdir(parents=True)
     assert target.location == "HuggingFaceTB/SmolLM2-135M-Instruct", "an empty directory is no copy"

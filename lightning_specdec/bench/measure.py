@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_specdec.bench.pieces import (
     PIECE_TOKENS,
@@ -308,12 +308,8 @@ def _measure_in_pieces(standard: Case, speculative: Case, repeats: int) -> Itera
     A case that fails yields one row with its error, and ends the measurement.
     """
     for repeat in range(repeats):
-        standard_tape = standard.tape(repeat)
-        speculative_tape = speculative.tape(repeat)
         try:
-            piece_tokens = PIECE_TOKENS * standard.batch_size
-            for _ in take_turns([standard_tape, speculative_tape], piece_tokens=piece_tokens):
-                pass
+            measured = _run_in_pieces(standard, speculative, repeat)
         except FAILURES as error:
             try:
                 standard.decode(seed=standard.config.seed + repeat)
@@ -322,18 +318,63 @@ def _measure_in_pieces(standard: Case, speculative: Case, repeats: int) -> Itera
             else:
                 yield speculative.failed(repeat, error)
             return
+        yield measured.standard_row
+        yield measured.row
 
-        standard_result = merge_results(standard_tape.results())
-        speculative_result = merge_results(speculative_tape.results())
-        pieces = list(pairs_by_turn(standard_tape, speculative_tape).values())
-        for case, result, figures in (
-            (standard, standard_result, {}),
-            (speculative, speculative_result, {"pieces": pieces}),
-        ):
-            row = case.measured(repeat, result, **figures)
-            if case.keeps_tokens:
-                row = replace(row, **_beside(result, standard_result))
-            yield row
+
+class MeasuredPair(NamedTuple):
+    """One repeat of standard decoding and of another case that took turns with it."""
+
+    standard_row: Record
+    row: Record
+    standard_result: DecodeResult
+    result: DecodeResult
+
+    @property
+    def comparison(self) -> Comparison:
+        """The figures of the other case beside those of standard decoding."""
+        return comparisons([self.standard_row, self.row])[-1]
+
+
+def _run_in_pieces(standard: Case, speculative: Case, repeat: int) -> MeasuredPair:
+    """Run one repeat of two cases that take turns after every few rounds."""
+    standard_tape = standard.tape(repeat)
+    tape = speculative.tape(repeat)
+    for _ in take_turns([standard_tape, tape], piece_tokens=PIECE_TOKENS * standard.batch_size):
+        pass
+    standard_result = merge_results(standard_tape.results())
+    result = merge_results(tape.results())
+    pieces = list(pairs_by_turn(standard_tape, tape).values())
+
+    standard_row = standard.measured(repeat, standard_result)
+    row = speculative.measured(repeat, result, pieces=pieces)
+    if standard.keeps_tokens:
+        standard_row = replace(standard_row, same_tokens=True)
+    if speculative.keeps_tokens:
+        row = replace(row, **_beside(result, standard_result))
+    return MeasuredPair(standard_row, row, standard_result, result)
+
+
+def compare_once(
+    target: LanguageModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+) -> MeasuredPair:
+    """Decode prompts once with and without a drafter, in turns, after a short warm-up.
+
+    Args:
+        target, drafter: in the form that is to be measured.
+
+    Raises:
+        ValueError: the pair cannot decode these prompts with these settings.
+    """
+    standard = _standard_case(target, prompts, config, batch_size=1)
+    name = DRAFTERS.name_of(type(drafter))
+    speculative = replace(standard, method=SPECULATIVE, drafter=drafter, draft=name)
+    for case in (standard, speculative):
+        case.tape().run_piece(PIECE_TOKENS)
+    return _run_in_pieces(standard, speculative, repeat=0)
 
 
 def missing_repeats(case: Case, repeats: int, known: Mapping[tuple[Any, ...], Record]) -> list[int]:

@@ -226,13 +226,13 @@ def pairs_by_turn(standard: Tape, tape: Tape) -> dict[int, Pair]:
     """
     pairs = {}
     for turn, piece in enumerate(tape.pieces):
-        pair = _pair(standard, piece)
+        pair = pair_of(standard, piece)
         if pair is not None:
             pairs[turn] = pair
     return pairs
 
 
-def _pair(standard: Tape, piece: Piece) -> Pair | None:
+def pair_of(standard: Tape, piece: Piece) -> Pair | None:
     standard_seconds = 0.0
     seconds = 0.0
     for segment in piece:

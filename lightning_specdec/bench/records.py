@@ -339,6 +339,14 @@ class Comparison:
         return self._ratio("num_new_tokens", "num_row_rounds")
 
     @property
+    def needed_block_efficiency(self) -> float | None:
+        """Tokens per round with which this method would be as fast as standard decoding, at the
+        present cost of a round: block_efficiency / walltime_speedup."""
+        if self.block_efficiency is None or self.walltime_speedup is None:
+            return None
+        return self.block_efficiency / self.walltime_speedup.value
+
+    @property
     def cost_ratio(self) -> float | None:
         """Seconds of one draft step / of one target call on one token, means of the run; None
         without draft steps."""

@@ -24,6 +24,8 @@ FEWEST_TURNS = NUM_BLOCKS
 """Turns before a candidate is dropped."""
 ENOUGH_TURNS = 24
 """Turns after which a tournament may end before its time is over."""
+MOST_TURNS = 240
+"""Turns after which candidates that are not told apart are as good as equal."""
 CLOSE = 0.02
 """Candidates whose speeds differ by less than this share are not worth more time."""
 DROP_LEVEL = 0.998
@@ -32,7 +34,13 @@ chance to drop the best one by mistake."""
 
 
 class Race(ABC):
-    """Measures candidates beside standard decoding, a piece of each in a turn."""
+    """Measures candidates beside standard decoding, a piece of each in a turn.
+
+    Attributes:
+        failed: candidates that cannot be measured, and why.
+    """
+
+    failed: Mapping[str, str] = {}
 
     @abstractmethod
     def run_turn(self, names: Sequence[str]) -> None:
@@ -88,21 +96,26 @@ class Tournament:
         Args:
             watch: called after each turn.
         """
-        num_stages = max(1, math.ceil(math.log2(len(self.names))))
+        num_stages = max(1, math.ceil(math.log2(max(1, len(self.names)))))
         for stage in range(1, num_stages + 1):
             stage_end = self._started + self._seconds * stage / num_stages
             # A stage has at least one turn, however slow the machine is.
             while True:
-                self.race.run_turn(self.live)
-                self.num_turns += 1
+                self.run_turn()
                 self._drop_slower()
                 watch()
-                if self._is_decided() or self._clock() >= self._started + self._seconds:
+                if self._is_decided() or not self.seconds_left:
                     return
                 if self._clock() >= stage_end:
                     break
             if stage < num_stages:
                 self._keep(math.ceil(len(self.names) / 2**stage))
+
+    def run_turn(self) -> None:
+        """Run one turn of all live candidates; those that fail are live no more."""
+        self.race.run_turn(self.live)
+        self.num_turns += 1
+        self.live = [name for name in self.live if name not in self.race.failed]
 
     @property
     def seconds_left(self) -> float:
@@ -110,9 +123,9 @@ class Tournament:
         return max(0.0, self._started + self._seconds - self._clock())
 
     @property
-    def leader(self) -> str:
-        """The live candidate that the evidence favors."""
-        return max(self.live, key=self._lower_end)
+    def leader(self) -> str | None:
+        """The live candidate that the evidence favors; None if all have failed."""
+        return max(self.live, key=self._lower_end, default=None)
 
     def speedup(self, name: str, level: float = LEVEL) -> Interval | None:
         """Seconds of standard decoding / seconds of a candidate; None before its first piece."""
@@ -148,13 +161,18 @@ class Tournament:
         return relative_interval(common, other_common, level=level)
 
     def equals(self, name: str) -> list[str]:
-        """The other candidates that may be as fast, the fastest first."""
+        """The other candidates that may be as fast, the fastest first.
+
+        Their intervals reach that of the candidate, and so does the interval of the comparison in
+        the turns of both, which are few for those that were set aside.
+        """
+        lower_end = self._lower_end(name)
         others = []
         for other in sorted(self.names, key=self._lower_end, reverse=True):
-            has_pairs = bool(self.race.pairs(other))
-            if other == name or other in self.slower or not has_pairs:
+            is_out = other in self.slower or other in self.race.failed
+            if other == name or is_out or not self.race.pairs(other):
                 continue
-            if not self.is_slower(other, name):
+            if self._upper_end(other) >= lower_end and not self.is_slower(other, name):
                 others.append(other)
         return others
 
@@ -172,9 +190,9 @@ class Tournament:
         return math.inf if math.isnan(speedup.high) else speedup.high
 
     def _drop_slower(self) -> None:
-        if self.num_turns < FEWEST_TURNS:
-            return
         leader = self.leader
+        if leader is None or self.num_turns < FEWEST_TURNS:
+            return
         for name in list(self.live):
             if name != leader and self.is_slower(name, leader, DROP_LEVEL):
                 self.live.remove(name)
@@ -183,6 +201,8 @@ class Tournament:
     def _keep(self, num_kept: int) -> None:
         """Set the slowest aside, by the upper ends of their intervals."""
         leader = self.leader
+        if leader is None:
+            return
         by_hope = sorted(self.live, key=self._upper_end, reverse=True)
         by_hope.remove(leader)
         kept = {leader, *by_hope[: num_kept - 1]}
@@ -191,9 +211,11 @@ class Tournament:
 
     def _is_decided(self) -> bool:
         """Whether more turns would not change the answer."""
+        leader = self.leader
+        if leader is None or self.num_turns >= MOST_TURNS:
+            return True
         if self.num_turns < ENOUGH_TURNS:
             return False
-        leader = self.leader
         if not self.verdict(leader).is_decided:
             return False
         for name in self.live:

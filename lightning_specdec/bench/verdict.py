@@ -60,7 +60,7 @@ def judge(speedup: Interval | None, num_pairs: int, *, level: float = LEVEL) -> 
 
     interval = f"[{speedup.low:.2f}, {speedup.high:.2f}]"
     if level != LEVEL:
-        interval += f" ({100 * level:.4g}% interval)"
+        interval += f" ({100 * level:.3g}% interval)"
     if speedup.low > 1:
         return Verdict("faster", f"faster: {ratio} {interval}")
     if speedup.high < 1:
@@ -69,6 +69,22 @@ def judge(speedup: Interval | None, num_pairs: int, *, level: float = LEVEL) -> 
         # So wide that its ends say nothing.
         return Verdict("too noisy", f"too noisy to tell: {ratio}")
     return Verdict("too noisy", f"too noisy to tell: {ratio} {interval}")
+
+
+def draft_verdict(comparison: Comparison) -> str:
+    """Whether a draft pays, in a sentence, and what it lacks if it is not proven to pay."""
+    verdict = comparison.verdict
+    if verdict.kind == "faster":
+        window = comparison.case.num_draft_tokens
+        return f"pays: {verdict.text} with {comparison.case.draft}, {window} draft tokens"
+
+    word = "does not pay yet" if verdict.kind == "slower" else "not proven to pay"
+    sentence = f"{word}: {verdict.text}"
+    length = comparison.block_efficiency
+    needed_length = comparison.needed_block_efficiency
+    if length is not None and needed_length is not None:
+        sentence += f": acceptance length {length:.2f}, it needs {needed_length:.1f} here"
+    return sentence
 
 
 def level_among(num_candidates: int) -> float:

@@ -252,7 +252,7 @@ def _value_options(field: Field[Any], hint: Any) -> dict[str, Any]:
     item_types = []
     for option in options_of(hint):
         if get_origin(option) is tuple:
-            item_types.append(get_args(option)[0])
+            item_types += options_of(get_args(option)[0])
             takes_several = str(metavar).endswith("...")
             options["action"] = "extend" if takes_several else "append"
             if takes_several:

@@ -300,7 +300,7 @@ def parse(text: str, hint: Any) -> Any:
     item_types = []
     for option in options_of(hint):
         is_tuple = typing.get_origin(option) is tuple
-        item_types.append(typing.get_args(option)[0] if is_tuple else option)
+        item_types += options_of(typing.get_args(option)[0]) if is_tuple else [option]
 
     accepts_text = str in item_types or Any in item_types
     word = text.lower()
