@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -244,6 +244,7 @@ def measure(
     warmup: int = 1,
     known: Mapping[tuple[Any, ...], Record] | None = None,
     in_pieces: bool = False,
+    on_warm_up: Callable[[Case, float], None] = lambda case, seconds: None,
 ) -> Iterator[Record]:
     """Measure cases that are compared with each other; yields each row after its measurement.
 
@@ -258,6 +259,7 @@ def measure(
         known: rows of earlier runs by cell and repeat, which are not measured again.
         in_pieces: whether the cases, which are standard and speculative decoding, take turns after
             every few rounds of a text, instead of after each repeat. Needs the memory of both.
+        on_warm_up: called after each untimed run with its case and its seconds.
     """
     require_int("repeats", repeats, 1)
     require_int("warmup", warmup, 0)
@@ -271,7 +273,8 @@ def measure(
         try:
             prepared_case = case.prepared()
             for repeat in range(warmup):
-                prepared_case.decode(seed=case.config.seed + repeat)
+                result = prepared_case.decode(seed=case.config.seed + repeat)
+                on_warm_up(case, result.seconds)
         except case.failures as error:
             yield case.failed(missing[0], error)
         else:

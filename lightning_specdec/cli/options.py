@@ -54,7 +54,7 @@ class MeasureSettings(Settings):
 
     repeats: int | None = setting(
         None,
-        "timed runs of each method; 0 shows only the outputs; default: 2 to 10, for 20 seconds",
+        "timed runs of each method; 0 shows only the outputs; default: 1 to 10, for 20 seconds",
         minimum=0,
     )
     batch_size: int = setting(1, "prompts decoded together", minimum=1, maximum=MAX_TOKENS)
