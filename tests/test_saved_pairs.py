@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import write_text_model
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.config.models import PairSource
@@ -120,3 +122,14 @@ def test_what_is_missing_is_named_and_nothing_is_written(
     with pytest.raises(ValueError, match=message):
         write_pair("bad", {"description": "x", "num_draft_tokens": 2, **values})
     assert not Path("configs").exists()
+
+
+def test_a_local_copy_with_other_weights_decodes_with_lookup_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_text_model(Path("checkpoints/smollm2"))
+    shipped_head = ROOT / "checkpoints" / "smollm2_eagle.safetensors"
+    shutil.copy(shipped_head, "checkpoints")
+    decoder = SpeculativeDecoder.from_pair("smollm2", dtype="float32", backend="torch")
+    assert isinstance(decoder.drafter, NGramDrafter)
+    assert "was not trained for checkpoints/smollm2, so prompt lookup runs alone" in caplog.text

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 Kind = Literal["faster", "slower", "too noisy", "too few"]
 
+WORDS: dict[Kind, str] = {
+    "faster": "faster",
+    "slower": "slower",
+    "too noisy": "too noisy to tell",
+    "too few": "too few runs to tell",
+}
+"""What every verb calls a verdict."""
 MIN_PAIRS = 2
 """Paired timings without which no spread is visible."""
 
@@ -36,6 +43,11 @@ class Verdict:
     text: str
 
     @property
+    def word(self) -> str:
+        """The verdict without its figures."""
+        return WORDS[self.kind]
+
+    @property
     def is_decided(self) -> bool:
         """Whether the method can be recommended or advised against."""
         return self.kind in ("faster", "slower")
@@ -51,24 +63,26 @@ def judge(speedup: Interval | None, num_pairs: int, *, level: float = LEVEL) -> 
         level: confidence level of the interval.
     """
     if speedup is None:
-        return Verdict("too few", "too few runs to tell")
+        return Verdict("too few", WORDS["too few"])
 
-    ratio = f"{speedup.value:.2f}x"
     has_interval = not math.isnan(speedup.low) and not math.isnan(speedup.high)
     if num_pairs < MIN_PAIRS or not has_interval:
-        return Verdict("too few", f"too few runs to tell: {ratio}")
+        kind: Kind = "too few"
+    elif speedup.low > 1:
+        kind = "faster"
+    elif speedup.high < 1:
+        kind = "slower"
+    else:
+        kind = "too noisy"
 
-    interval = f"[{speedup.low:.2f}, {speedup.high:.2f}]"
-    if level != LEVEL:
-        interval += f" ({100 * level:.3g}% interval)"
-    if speedup.low > 1:
-        return Verdict("faster", f"faster: {ratio} {interval}")
-    if speedup.high < 1:
-        return Verdict("slower", f"slower: {ratio} {interval}")
-    if speedup.ends is None:
-        # So wide that its ends say nothing.
-        return Verdict("too noisy", f"too noisy to tell: {ratio}")
-    return Verdict("too noisy", f"too noisy to tell: {ratio} {interval}")
+    text = f"{WORDS[kind]}: {speedup.value:.2f}x"
+    # The ends of a very wide interval say nothing.
+    is_shown = kind in ("faster", "slower") or speedup.ends is not None
+    if kind != "too few" and is_shown:
+        text += f" [{speedup.low:.2f}, {speedup.high:.2f}]"
+        if level != LEVEL:
+            text += f" ({100 * level:.3g}% interval)"
+    return Verdict(kind, text)
 
 
 def draft_verdict(comparison: Comparison) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 from lightning_specdec.bench.candidates import exits
-from lightning_specdec.checkpoints import archive, runs
-from lightning_specdec.checkpoints.checkpoint import reference_of
+from lightning_specdec.checkpoints import runs
+from lightning_specdec.checkpoints.checkpoint import is_draft_for
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.models import MOST_SMALL, PairSource
 from lightning_specdec.config.pairs import shipped_directory
@@ -23,7 +22,6 @@ from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, NGramWith
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.loading import check_openvino
 from lightning_specdec.models.packed import SMALL_MODEL, check_quantization
-from lightning_specdec.models.safetensors_file import read_header
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +305,7 @@ def matching_drafts(target: LanguageModel, known: Sequence[str] = ()) -> list[Pa
     seen = {Path(draft).expanduser().resolve() for draft in known}
     found = []
     for path in paths:
-        if path.resolve() not in seen and _is_draft_for(path, target):
+        if path.resolve() not in seen and is_draft_for(path, target.origin):
             found.append(_from_here(path))
         seen.add(path.resolve())
     return found
@@ -318,22 +316,6 @@ def _newest_checkpoint(directory: Path) -> list[Path]:
         return [runs.find(directory)]
     except OSError:
         return []
-
-
-def _is_draft_for(path: Path, target: LanguageModel) -> bool:
-    """Whether a file is a draft for this target. A file of another program is none."""
-    try:
-        if path.suffix == ".safetensors":
-            metadata, _ = read_header(path)
-            content = {archive.KEY: json.loads(metadata.get(archive.KEY, "{}"))}
-        else:
-            content = archive.read(path)
-        reference = reference_of(content)
-        is_match = reference is not None and reference.has_weights_of(target.origin)
-    except (OSError, *archive.BROKEN) as error:
-        log.debug("%s is not tried as a draft: %s", path, error)
-        return False
-    return is_match
 
 
 def _from_here(path: Path) -> Path:
