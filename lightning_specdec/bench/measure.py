@@ -283,8 +283,23 @@ def measure(
     if in_pieces and len(ready_cases) == len(cases) == 2:
         standard, speculative = ready_cases.values()
         yield from _measure_in_pieces(standard, speculative, repeats)
-        return
+    else:
+        yield from _measure_whole_repeats(cases, ready_cases, repeats, known)
 
+
+def _measure_whole_repeats(
+    cases: Sequence[Case],
+    ready_cases: dict[int, Case],
+    repeats: int,
+    known: Mapping[tuple[Any, ...], Record],
+) -> Iterator[Record]:
+    """Measure cases that take turns after each repeat.
+
+    Args:
+        cases: all cases.
+        ready_cases: those that are measured, by their index; a case that fails is removed.
+        repeats, known: as of `measure`.
+    """
     standard_cell = cases[0].cell
     for repeat in range(repeats):
         expected: DecodeResult | Record | None = known.get((standard_cell, repeat))

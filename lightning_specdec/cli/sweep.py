@@ -139,6 +139,9 @@ def _backend_of(options: Namespace, source: PairSource) -> PairSource:
     backend = getattr(options, "backend", "auto")
     if source.pair is not None:
         source = get_pair(source.pair).complete(source)
+        if "drafter" not in options:
+            # The pair's drafter is one of those that are tried.
+            source = source.changed(drafter=None)
     if source.drafter is not None:
         source = source.changed(drafter=typed(source.drafter, "drafter"))
     return source.changed(backend=backend)
