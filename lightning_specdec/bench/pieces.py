@@ -85,8 +85,12 @@ class _Answer:
         self.seconds_by_step.append(self.stream.seconds)
         if self.stream.is_over:
             self.is_over = True
+            self.close()
+
+    def close(self) -> None:
+        """Keep the result and free the states of the models."""
+        if self.stream is not None:
             self._finished = self.stream.result()
-            # Frees the states of the models.
             self.stream = None
 
     def result(self) -> DecodeResult:
@@ -213,6 +217,11 @@ class Tape:
         if end_seconds is None or start_seconds is None:
             return None
         return end_seconds - start_seconds
+
+    def close(self) -> None:
+        """End the tape within its answer, and free the states of the models."""
+        if self._answers:
+            self._answers[-1].close()
 
     def results(self) -> list[DecodeResult]:
         """The results of all answers so far; the last one may not have ended."""

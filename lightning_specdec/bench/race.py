@@ -17,11 +17,12 @@ from lightning_specdec.config.terminal import one_line
 from lightning_specdec.decoding import Window
 
 
-@dataclass
+@dataclass(eq=False)
 class Entrant:
     """A way that is measured.
 
     Args:
+        way: what a user would choose.
         case: how it decodes.
         races: those that it took part in.
     """
@@ -98,6 +99,9 @@ class MeasuredRace(Race):
                 with self._failing(entrant):
                     _run_piece(entrant, self.tapes[name], goal)
         self._num_turns += 1
+        for name in self.tapes.keys() - set(order):
+            # It is measured no more, and its states need memory.
+            self.tapes[name].close()
 
     @contextmanager
     def _failing(self, entrant: Entrant) -> Iterator[None]:
@@ -133,6 +137,7 @@ class MeasuredRace(Race):
 
 
 def _run_piece(entrant: Entrant, tape: Tape, goal: int) -> None:
+    """Run a piece with the number of threads of its engine."""
     num_threads = entrant.way.engine.num_threads
     if num_threads is not None and num_threads != torch.get_num_threads():
         torch.set_num_threads(num_threads)
