@@ -249,7 +249,7 @@ def _value_options(field: Field[Any], hint: Any) -> dict[str, Any]:
 
     metavar = field.metadata.get("metavar")
     options: dict[str, Any] = {}
-    item_types = []
+    item_types: list[Any] = []
     for option in options_of(hint):
         if get_origin(option) is tuple:
             item_types += options_of(get_args(option)[0])
