@@ -105,6 +105,15 @@ def test_nothing_is_recommended_without_an_interval_that_proves_it() -> None:
     assert header.split()[:2] == ["method", "window"]
 
 
+def test_nothing_is_saved_without_a_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = call("sweep", "--ckpt", RNN, *BRIEF, "--save", "mine")
+    assert outcome.code == 1
+    assert "nothing is saved: nothing is proven faster than standard decoding" in outcome.err
+    assert outcome.out
+    assert not Path("configs").exists()
+
+
 @pytest.mark.usefixtures("proven")
 def test_the_answer_is_a_sentence_a_command_and_a_line_of_python() -> None:
     text = succeed("sweep", "--target", "target", *BRIEF, "--prompt", "the cat").out

@@ -150,7 +150,7 @@ def pair_values(
         ValueError: a pair cannot describe it.
     """
     if way.drafting is None:
-        raise ValueError("the fastest way drafts nothing, which is no pair: nothing is saved")
+        raise ValueError("the fastest way drafts nothing, and a pair has a draft")
     values: dict[str, Any] = {"description": description}
     if source.ckpt is not None:
         values["ckpt"] = str(source.ckpt)

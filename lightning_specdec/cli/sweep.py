@@ -27,9 +27,10 @@ from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.config.pairs import get_pair, pair_path, write_pair
 from lightning_specdec.config.settings import setting, setting_fields
-from lightning_specdec.config.terminal import say, visible
+from lightning_specdec.config.terminal import one_line, say, visible
 
 if TYPE_CHECKING:
+    from lightning_specdec.bench.records import Comparison
     from lightning_specdec.bench.sweep import Progress, Standing, Sweep
 
 SUMMARY = "find the fastest way to decode a model on this machine, in three minutes"
@@ -111,14 +112,18 @@ def run(options: Namespace) -> int:
 
     standing = sweep.standing()
     answer = _answer(options, sweep, source, standing)
-    if settings.save is not None and standing.is_proven:
-        answer["saved"] = _save(sweep, source, standing, settings.save)
+    problem = ""
+    if settings.save is not None:
+        answer["saved"], problem = _save(sweep, source, standing, settings.save)
     manifest = loaded.manifest(config, chosen(options, MeasureSettings), settings)
     if settings.output == "json":
         say(json.dumps(_document(standing, answer, manifest, interrupted=interrupted)))
     else:
         _print(loaded, sweep, standing, answer, manifest)
-    return _exit_code(sweep, standing, interrupted=interrupted)
+    if problem:
+        say(f"nothing is saved: {problem}", file=sys.stderr)
+    exit_code = _exit_code(sweep, standing, interrupted=interrupted)
+    return exit_code or (1 if problem else 0)
 
 
 def _model_options(options: Namespace) -> Namespace:
@@ -258,8 +263,12 @@ class _Reporter:
         comparisons = self.sweep.standing().comparisons
         start = CLEAR_LINE if sys.stderr.isatty() else ""
         with self._writing:
-            table = visible(comparison_table(ranked(comparisons)))
+            table = visible(comparison_table(ranked(comparisons), remark=_verdict_word))
             say(f"{start}so far:\n{table}\n", file=sys.stderr, flush=True, has_colours=True)
+
+
+def _verdict_word(comparison: Comparison) -> str:
+    return comparison.verdict.word
 
 
 def _threads(sweep: Sweep, options: Namespace | None, standing: Standing) -> int | None:
@@ -306,18 +315,27 @@ def _named_source(winner: PairSource, has_engines: bool, source: PairSource) -> 
     return winner.changed(backend="auto")
 
 
-def _save(sweep: Sweep, source: PairSource, standing: Standing, name: str) -> str:
-    """Save the winner as a pair; returns the file."""
+def _save(
+    sweep: Sweep, source: PairSource, standing: Standing, name: str
+) -> tuple[str | None, str]:
+    """Save the winner as a pair. Returns its file, and why nothing was saved, if so.
+
+    The results of minutes are shown in any case, so nothing is raised.
+    """
     from lightning_specdec.bench.recommendation import pair_values
 
-    assert standing.winner is not None
-    values = pair_values(
-        standing.winner,
-        standing.winner.source(source),
-        description=f"{standing.winner.draft_name}, found by sweep",
-        threads=_threads(sweep, None, standing),
-    )
-    return str(write_pair(name, values))
+    if standing.winner is None or not standing.is_proven:
+        return None, "nothing is proven faster than standard decoding"
+    try:
+        values = pair_values(
+            standing.winner,
+            standing.winner.source(source),
+            description=f"{standing.winner.draft_name}, found by sweep",
+            threads=_threads(sweep, None, standing),
+        )
+        return str(write_pair(name, values)), ""
+    except (ValueError, OSError) as error:
+        return None, one_line(error)
 
 
 def _document(
