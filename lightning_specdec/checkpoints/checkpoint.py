@@ -9,6 +9,7 @@ draft file does.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ from lightning_specdec.config.terminal import one_line, short
 from lightning_specdec.decoding.requests import check_prompt
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.safetensors_file import Origin, read_header
+
+log = logging.getLogger(__name__)
 
 MAIN = "main"
 """Name of the main drafter in files that name none."""
@@ -345,6 +349,25 @@ def reference_of(content: Mapping[str, Any]) -> TargetReference | None:
     if isinstance(target, dict) and "sha256" in target:
         return TargetReference.from_document(document)
     return None
+
+
+def is_draft_for(path: Path, origin: Origin) -> bool:
+    """Whether a file is a draft that was trained for the weights of a target.
+
+    A file of another program, and one that cannot be read, is none.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            # The weights need not be read.
+            metadata, _ = read_header(path)
+            content = {KEY: json.loads(metadata.get(KEY, "{}"))}
+        else:
+            content = read(path)
+        reference = reference_of(content)
+        return reference is not None and reference.has_weights_of(origin)
+    except BROKEN as error:
+        log.debug("%s is taken for no draft: %s", path, error)
+        return False
 
 
 def _named(drafts: Drafter | Mapping[str, Drafter]) -> dict[str, Drafter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, load
+from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, is_draft_for, load
 from lightning_specdec.checkpoints.engine_heads import is_head, read_head
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.hub import is_gguf
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
 from lightning_specdec.config.models import MOST_SMALL, PairSource
-from lightning_specdec.config.pairs import get_pair
+from lightning_specdec.config.pairs import Pair, get_pair
 from lightning_specdec.drafters import (
     CrossVocabulary,
     Drafter,
@@ -26,7 +27,10 @@ from lightning_specdec.drafters import (
     NGramWithFallback,
 )
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.safetensors_file import Origin
 from lightning_specdec.text.tokenizer import named_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,27 @@ def load_pair(
 
     # A named pair fills in the models and settings that the source leaves open.
     pair = get_pair(source.pair)
-    loaded = _load_pretrained(pair.complete(source), target, pack)
-    if loaded.num_draft_tokens is None:
+    completed = _without_foreign_draft(pair, pair.complete(source))
+    loaded = load_pair(completed, target=target, pack=pack)
+    # The number that a draft stores is for the draft alone, on another machine.
+    if source.draft is None or loaded.num_draft_tokens is None:
         loaded.num_draft_tokens = pair.num_draft_tokens
     return loaded
+
+
+def _without_foreign_draft(pair: Pair, source: PairSource) -> PairSource:
+    """The source without the draft file of the pair, if the local copy of its target has other
+    weights than the draft was trained for."""
+    has_copy = pair.target is not None and pair.target.local is not None
+    if not has_copy or source.draft is None or source.draft != pair.draft_file:
+        return source
+    origin = Origin(source.target, Path(source.target).expanduser())
+    if is_draft_for(Path(source.draft), origin):
+        return source
+    log.warning(
+        "%s was not trained for %s, so prompt lookup runs alone", source.draft, source.target
+    )
+    return source.changed(draft=None, drafter=Choice("NGramDrafter"))
 
 
 def find_device(name: str) -> torch.device:

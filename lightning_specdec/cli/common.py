@@ -18,6 +18,7 @@ from lightning_specdec.cli.options import (
     typed,
 )
 from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.config.settings import Settings
 from lightning_specdec.config.terminal import visible
 from lightning_specdec.text.prompts import Prompt, read_prompts
@@ -162,16 +163,23 @@ def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
     progress(f"loading {name} ...")
     if source.drafter is not None:
         source = source.changed(drafter=typed(source.drafter, "drafter"))
+    num_threads = getattr(options, "threads", None)
+    if num_threads is None and source.pair is not None:
+        num_threads = get_pair(source.pair).threads
+    if num_threads is not None:
+        # Before the models are loaded: OpenVINO keeps the number that it was compiled with.
+        torch.set_num_threads(num_threads)
     decoder = SpeculativeDecoder.load(source)
-    if "threads" in options:
-        torch.set_num_threads(options.threads)
-    else:
+    if num_threads is None:
         _choose_threads(decoder)
     return decoder
 
 
 def _choose_threads(decoder: SpeculativeDecoder) -> None:
-    """Use one thread for a small model, and warn if other processes keep the cores busy."""
+    """Use one thread for a small model, and warn if other processes keep the cores busy.
+
+    How many threads are fastest then is not known without measuring, so nothing else is changed.
+    """
     import torch
 
     from lightning_specdec.models.packed import limit_threads
@@ -183,7 +191,8 @@ def _choose_threads(decoder: SpeculativeDecoder) -> None:
     uses_cpu = decoder.target.device.type == "cpu"
     if is_busy and uses_cpu and torch.get_num_threads() > 1:
         log.warning(
-            "%d cores are busy (load %.1f): --threads 1 may be faster and steadier",
+            "other programs keep the %d cores busy (load %.1f), so timings vary: `sweep` compares "
+            "numbers of threads",
             num_cores,
             load_average,
         )

@@ -180,11 +180,14 @@ def _describe_pair(pair: Pair, device: str) -> dict[str, Any]:
         fits = needed <= available
 
     description: dict[str, Any] = {"name": pair.name, "description": pair.description}
+    if pair.ckpt is not None:
+        description["ckpt"] = pair.ckpt
     for role, model in zip(("target", "draft"), pair.models, strict=False):
         weights = model.quantization or model.dtype
         description[role] = f"{model.location}, {model.size.parameters:,} parameters, {weights}"
     description.update(
-        drafter=pair.drafter.label,
+        drafter=None if pair.own_drafter is None else pair.own_drafter.label,
+        draft_file=pair.draft_file if pair.has_trained_draft else None,
         num_draft_tokens=pair.num_draft_tokens,
         needed_bytes=needed,
         available_bytes=available,

@@ -84,7 +84,7 @@ class MeasureSettings(Settings):
 
     repeats: int | None = setting(
         None,
-        "timed runs of each method; 0 shows only the outputs; default: 2 to 10, for 20 seconds",
+        "timed runs of each method; 0 shows only the outputs; default: 1 to 10, for 20 seconds",
         minimum=0,
     )
     batch_size: int = setting(1, "prompts decoded together", minimum=1, maximum=MAX_TOKENS)
@@ -322,10 +322,10 @@ def _value_options(field: Field[Any], hint: Any) -> dict[str, Any]:
 
     metavar = field.metadata.get("metavar")
     options: dict[str, Any] = {}
-    item_types = []
+    item_types: list[Any] = []
     for option in options_of(hint):
         if get_origin(option) is tuple:
-            item_types.append(get_args(option)[0])
+            item_types += options_of(get_args(option)[0])
             takes_several = str(metavar).endswith("...")
             options["action"] = "extend" if takes_several else "append"
             if takes_several:

@@ -297,10 +297,10 @@ def parse(text: str, hint: Any) -> Any:
         ValueError: the word is no such value.
     """
     # A repeatable flag reads one item of its tuple at a time.
-    item_types = []
+    item_types: list[Any] = []
     for option in options_of(hint):
         is_tuple = typing.get_origin(option) is tuple
-        item_types.append(typing.get_args(option)[0] if is_tuple else option)
+        item_types += options_of(typing.get_args(option)[0]) if is_tuple else [option]
 
     accepts_text = str in item_types or Any in item_types
     word = text.lower()

@@ -62,30 +62,33 @@ def autoregressive_decode(
         ValueError: a setting or a prompt is wrong.
         DecodeInterrupted: on Ctrl-C; its `result` holds the tokens so far.
     """
-    config = DecodingConfig.of(config, **changes)
-    texts = check_batch(prompts, target, config, indices=indices)
-    decoding = _StandardDecoding(target, texts, config)
-    timer = decoding.timer
+    decoding = open_standard(target, prompts, config, indices=indices, **changes)
     try:
-        logits = decoding.read_prompts()
-        while True:
-            timer.lap("verify")
-            next_tokens, reported = decoding.draw(logits)
-            read_tokens = decoding.executor.begin_read(reported)
-            early_logits = decoding.read_early(next_tokens)
-            decoding.commit(read_tokens())
-            if decoding.num_live == 0:
-                break
-            next_tokens, early_logits = decoding.shrink(next_tokens, early_logits)
-            timer.lap("rest")
-            logits = decoding.read(next_tokens) if early_logits is None else early_logits
+        while decoding.step():
+            pass
     except KeyboardInterrupt:
         raise DecodeInterrupted(decoding.result()) from None
-    timer.lap("rest")
     return decoding.result()
 
 
-class _StandardDecoding:
+def open_standard(
+    target: LanguageModel,
+    prompts: Prompts,
+    config: DecodingConfig | None = None,
+    *,
+    indices: Sequence[int] | None = None,
+    **changes: Any,
+) -> StandardDecoding:
+    """Standard decoding of these prompts, ready for its first step.
+
+    Arguments and errors are those of `autoregressive_decode`.
+    """
+    config = DecodingConfig.of(config, **changes)
+    texts = check_batch(prompts, target, config, indices=indices)
+    return StandardDecoding(target, texts, config)
+
+
+class StandardDecoding:
     """A batch that is decoded token by token.
 
     Args:
@@ -122,6 +125,31 @@ class _StandardDecoding:
         self.timer = PhaseTimer(self.device)
         self.num_calls = 0
         self.num_live = len(self.rows)
+        self._next_tokens: Tensor | None = None
+        self._early_logits: Tensor | None = None
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Generate the next token of each live row. Returns whether a row is still live."""
+        if self.num_live == 0:
+            return False
+        logits = self._early_logits
+        if self._next_tokens is None:
+            logits = self.read_prompts()
+        elif logits is None:
+            logits = self.read(self._next_tokens)
+        self.timer.lap("verify")
+
+        next_tokens, reported = self.draw(logits)
+        read_tokens = self.executor.begin_read(reported)
+        early_logits = self.read_early(next_tokens)
+        self.commit(read_tokens())
+        if self.num_live:
+            next_tokens, early_logits = self.shrink(next_tokens, early_logits)
+        self._next_tokens = next_tokens
+        self._early_logits = early_logits
+        self.timer.lap("rest")
+        return self.num_live > 0
 
     def read_prompts(self) -> Float[Tensor, "B V"]:
         """Read all prompts in one call. Returns the logits after their last tokens."""
