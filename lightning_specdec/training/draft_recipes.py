@@ -18,8 +18,8 @@ from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.memory import available_bytes
 from lightning_specdec.data.corpus import MANIFEST, read_manifest, shipped_corpora
 from lightning_specdec.models.adapters import find_adapter
-from lightning_specdec.text.tokenizer import TextTokenizer
 from lightning_specdec.models.safetensors_file import single_file_sha256, weights_sha256
+from lightning_specdec.text.tokenizer import TextTokenizer
 from lightning_specdec.training.block import BlockTraining
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.distilled_model import DistilledModelTraining
