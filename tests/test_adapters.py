@@ -136,7 +136,8 @@ def test_a_pair_of_the_registry_may_have_adapters(tmp_path: Path) -> None:
         f"description: mine\ntarget:\n  {model}\ndraft:\n  {model}\n"
         "drafter: ModelDrafter\nnum_draft_tokens: 3\n"
     )
-    assert read_pair(file).target.adapter == adapter
+    pair_target = read_pair(file).target
+    assert pair_target is not None and pair_target.adapter == adapter
     decoder = SpeculativeDecoder.from_pair("mine")
     result = decoder.decode([PROMPT], max_new_tokens=NUM_NEW)
     assert result.tokens == [reference(merged(target, adapter))]

@@ -348,7 +348,11 @@ class Sweep:
             adaptive_windows = []
             self.unavailable[f"{kind.name}, auto draft tokens"] = NO_TIME
         entrants = []
-        for window in [*windows_of(drafter.max_draft_tokens, fixed_windows), *adaptive_windows]:
+        possible_windows: list[int | str] = [
+            *windows_of(drafter.max_draft_tokens, fixed_windows),
+            *adaptive_windows,
+        ]
+        for window in possible_windows:
             way = Way(engine, kind, window)
             if way.name not in self._entrants:
                 if window == "auto":

@@ -256,7 +256,8 @@ def _chosen_draftings(source: PairSource, drafts: Sequence[str]) -> list[Draftin
 
 def _checkpoint_draftings(decoder: SpeculativeDecoder, names: Sequence[str]) -> Iterable[Drafting]:
     """The drafts of a checkpoint, and the exits of those that exit early."""
-    known = decoder.drafts or {None: decoder.drafter}
+    # A single drafter has no name.
+    known: dict[str | None, Drafter] = {**decoder.drafts} or {None: decoder.drafter}
     for name in names:
         if name not in known:
             choices = ", ".join(decoder.drafts)
