@@ -352,7 +352,7 @@ def lengths_of_calls(model: HuggingFaceLM) -> list[int]:
     )
     try:
         with torch.inference_mode():
-            model(torch.tensor([[1, 2, 3]]), state)
+            model(torch.tensor([[1, 2, 3]]), state, logits_for=slice(-1, None))
             model(torch.tensor([[4, 5, 6, 7]]), state)
     finally:
         handle.remove()
@@ -439,7 +439,8 @@ def test_a_row_returns_to_any_committed_length_over_two_snapshots_at_most() -> N
     row.truncate(5)
     assert row.num_read == 4
     read(row, "XYZ", 5)
-    assert isinstance(row.cache, Letters) and row.cache.text == "abcdeXYZ"
+    assert isinstance(row.cache, Letters)
+    assert row.cache.text == "abcdeXYZ"
     read(row, "!", 8)
     assert [snapshot.num_read for snapshot in row.snapshots] == [8]
 
