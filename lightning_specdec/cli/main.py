@@ -8,8 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import sysconfig
+import traceback
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 
 from lightning_specdec import __version__
@@ -51,6 +54,16 @@ def main() -> None:
             raise
         say(f"error: {_error_text(error)}", file=sys.stderr)
         exit_code = EXIT_USER_ERROR
+    except Exception as error:
+        place = _user_code_of(error)
+        if place is None or "--debug" in sys.argv:
+            raise
+        say(
+            f"error: {place}: {type(error).__name__}: {one_line(error)} "
+            "(--debug shows the traceback)",
+            file=sys.stderr,
+        )
+        exit_code = EXIT_USER_ERROR
     except KeyboardInterrupt:
         # The terminal has echoed ^C, and a streamed answer may have left its line open.
         say("\ninterrupted", file=sys.stderr)
@@ -65,6 +78,24 @@ def _error_text(error: ValueError | OSError) -> str:
             return error.strerror
         return f"{error.filename}: {error.strerror}"
     return one_line(error)
+
+
+def _user_code_of(error: Exception) -> str | None:
+    """The user's own line in which an error was raised; None for an error of installed code.
+
+    A user's class, named by its import path, may raise anything.
+    """
+    installed = [Path(__file__).parents[1]]
+    for name in ("stdlib", "platstdlib", "purelib", "platlib"):
+        installed.append(Path(sysconfig.get_path(name)))
+
+    place = None
+    for frame, line_number in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        is_installed = any(path.is_relative_to(directory) for directory in installed)
+        if path.is_file() and not is_installed:
+            place = f"{path}, line {line_number}, in {frame.f_code.co_name}"
+    return place
 
 
 def _run(words: list[str]) -> int:

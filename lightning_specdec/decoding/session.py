@@ -33,6 +33,7 @@ from lightning_specdec.decoding.verification import Events, Verification
 from lightning_specdec.decoding.windows import as_window
 from lightning_specdec.drafters import Draft, Drafter, DraftRequest
 from lightning_specdec.drafters.layout import pad, verified_positions, with_draft_tokens
+from lightning_specdec.drafters.user_drafts import proposed
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.models.threads import one_thread
 from lightning_specdec.rules import Sampling, make_rule
@@ -215,7 +216,7 @@ class Session:
             vocab_size=self.target.vocab_size,
             calls=self._executor,
         )
-        draft = self.drafter.propose(self._batch.draft_state, request, windows, self.sampling)
+        draft = proposed(self.drafter, self._batch.draft_state, request, windows, self.sampling)
         self.num_draft_calls += draft.num_calls
         return self._plan.adjust(draft, windows)
 

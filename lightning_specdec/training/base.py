@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
 from lightning_specdec.config.checks import require_int, require_number
+from lightning_specdec.config.kinds import path_of
 from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.data.base import plain_arguments
 from lightning_specdec.drafters import Drafter
@@ -183,7 +184,22 @@ class SpeculativeTraining(LightningModule, ABC):
         if not isinstance(data, TokenData):
             # Convert the batches of any other data module.
             transfer = data.on_after_batch_transfer
-            data.on_after_batch_transfer = lambda batch, index: Batch.of(transfer(batch, index))
+            data.on_after_batch_transfer = lambda batch, index: self._converted(
+                transfer(batch, index), path_of(type(data))
+            )
+
+    def _converted(self, batch: Any, origin: str) -> Batch:
+        """A batch of a user's data module, checked as far as that does not wait for a GPU."""
+        converted = Batch.of(batch, origin=origin)
+        tokens = converted.tokens
+        if tokens.device.type == "cpu" and tokens.numel():
+            for token in (int(tokens.min()), int(tokens.max())):
+                if not 0 <= token < self.target.vocab_size:
+                    raise ValueError(
+                        f"a batch of {origin} has token {token}, and the models have the tokens "
+                        f"0 to {self.target.vocab_size - 1}"
+                    )
+        return converted
 
     def check_data(self, data: Any) -> None:
         """Raise ValueError for data that these networks cannot learn."""
