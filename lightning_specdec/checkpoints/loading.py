@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_specdec.checkpoints import runs
 from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, load
 from lightning_specdec.checkpoints.engine_heads import is_head, read_head
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
-from lightning_specdec.config.models import MOST_SMALL, PairSource
+from lightning_specdec.config.models import MOST_SMALL, PairSource, check_draft, is_run
 from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.drafters import (
     CrossVocabulary,
@@ -205,6 +206,8 @@ def _draft_request(source: PairSource, draft: Any) -> _ModelRequest | None:
         draft = wrap_model(source.target)
         revision = source.revision
 
+    if isinstance(draft, str):
+        check_draft(draft)
     if isinstance(draft, str) and not _is_trained_draft(draft):
         dtype = source.draft_dtype or source.dtype
         return _ModelRequest(draft, dtype, source.draft_quantization, revision)
@@ -214,9 +217,9 @@ def _draft_request(source: PairSource, draft: Any) -> _ModelRequest | None:
 
 
 def _is_trained_draft(name: str) -> bool:
-    """Whether a name is that of a draft file or of a directory with a head."""
+    """Whether a name is that of a draft file, a directory with a head, or one of runs."""
     path = Path(name).expanduser()
-    return path.is_file() or is_head(path)
+    return path.is_file() or is_run(path) or is_head(path)
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,8 @@ class _TrainedDraft:
 def _load_trained_draft(path: Path, source: PairSource, target: LanguageModel) -> _TrainedDraft:
     """Load a draft file or a directory with a head, for this target."""
     choice = source.drafter
+    if is_run(path):
+        path = runs.find(path)
     if path.is_file():
         trusted_class = None if choice is None else choice.name
         loaded = load(path, target=target, drafter=trusted_class)

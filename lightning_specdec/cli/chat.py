@@ -28,7 +28,7 @@ from lightning_specdec.cli.options import (
 )
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.config.terminal import say, short
+from lightning_specdec.config.terminal import one_line, say, short
 
 if TYPE_CHECKING:
     from lightning_specdec.decoder import SpeculativeDecoder
@@ -87,20 +87,22 @@ def run(options: Namespace) -> int:
 
     system = chosen(options, ChatSettings).system
     chat = _Chat(decoder, tokenizer, config, system=system, interactive=interactive)
+    num_errors = 0
     for line in _turns(interactive):
         if line in ("/quit", "/exit"):
             break
         try:
             note = chat.answer(line)
         except ValueError as error:
-            if not interactive:
-                raise
-            note = f"error: {error}"
+            # The chat goes on: the next line may fit.
+            num_errors += 1
+            _note(f"error: {one_line(error)}")
+            continue
         # Figures are for people: a pipe receives them only with -v.
         is_command = line in ("/help", "/reset")
         if note and (interactive or is_command or "verbose" in options):
             _note(note)
-    return 0
+    return 1 if num_errors and not interactive else 0
 
 
 class _Chat:
@@ -193,13 +195,18 @@ class Talk:
         messages = [*self.messages, {"role": "user", "content": content}]
         row = self.conversation.begin(self.tokenizer.encode_chat(messages))
 
-        with self._interruptible():
-            while row.live:
-                for _, tokens in self.conversation.session.step():
-                    pieces.append(stream.push(tokens, hold=row.num_hidden))
-                    say(pieces[-1], end="", flush=True)
-                if self._is_interrupted:
-                    self.conversation.session.cancel(row)
+        try:
+            with self._interruptible():
+                while row.live:
+                    for _, tokens in self.conversation.session.step():
+                        pieces.append(stream.push(tokens, hold=row.num_hidden))
+                        say(pieces[-1], end="", flush=True)
+                    if self._is_interrupted:
+                        self.conversation.session.cancel(row)
+        except KeyboardInterrupt:
+            # End the open line, so that the next output begins on its own.
+            say(flush=True)
+            raise
         pieces.append(stream.finish(drop=row.num_hidden))
         say(pieces[-1], flush=True)
 

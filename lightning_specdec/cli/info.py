@@ -20,6 +20,7 @@ from lightning_specdec.cli.options import (
     chosen,
     class_named,
     model_flag,
+    use_shipped_files,
 )
 from lightning_specdec.config.kinds import DRAFTERS
 from lightning_specdec.config.memory import available_bytes, gigabytes
@@ -34,7 +35,7 @@ EXAMPLES = """\
 lightning_specdec info
 lightning_specdec info checkpoints/rnn.safetensors
 lightning_specdec info checkpoints/smollm2 --dtype bfloat16
-lightning_specdec info --pair gpt2    (exit code 1 when it does not fit this machine)"""
+lightning_specdec info --pair gpt2    (exit code 1 if it does not fit this machine)"""
 PACKAGES = ("torch", "lightning", "transformers", "jsonargparse", "torchmetrics", "numpy")
 
 RECIPE = ("training", "data", "epochs", "steps", "tokens_seen", "training_seconds", "losses")
@@ -77,6 +78,7 @@ def _describe(options: Namespace) -> dict[str, Any]:
                 f"name one model, got --{other_flags[0]} and {options.MODEL!r}: drop one of them"
             )
         setattr(options, flag, options.MODEL)
+        use_shipped_files(options)
     elif "ckpt" not in options and "pair" not in options and drafter_path is None:
         return _describe_environment()
 
@@ -126,6 +128,10 @@ def _lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
             yield from _lines(value, f"{prefix}{name} ")
         elif value is None:
             continue
+        elif isinstance(value, bool):
+            yield prefix + name, "yes" if value else "no"
+        elif isinstance(value, int):
+            yield prefix + name, f"{value:,}"
         elif name.endswith("_bytes") and not prefix:
             # Only our own entries: a file may put anything into its recipe.
             yield name.removesuffix("_bytes"), gigabytes(value)

@@ -65,7 +65,7 @@ def main() -> None:
         )
         exit_code = EXIT_USER_ERROR
     except KeyboardInterrupt:
-        # The terminal has echoed ^C, and a streamed answer may have left its line open.
+        # The terminal has echoed ^C.
         say("\ninterrupted", file=sys.stderr)
         exit_code = EXIT_INTERRUPTED
     sys.exit(exit_code)
@@ -150,12 +150,10 @@ def make_parser(verb: str) -> Parser:
     module = _module(verb)
     parser = Parser(verb, module.SUMMARY, module.EXAMPLES)
     module.add_arguments(parser)
-    parser.add_argument(
-        "-q",
-        "--quiet",
-        action="store_true",
-        help="print only errors on stderr; decode also prints only its answer",
-    )
+    quiet_help = "print only errors on stderr"
+    if verb == "decode":
+        quiet_help = "print only the model's text, and errors on stderr"
+    parser.add_argument("-q", "--quiet", action="store_true", help=quiet_help)
     parser.add_argument("-v", "--verbose", action="store_true", help="print more details on stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

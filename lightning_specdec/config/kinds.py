@@ -130,12 +130,22 @@ class Kinds:
         """Import a class of the user by its import path."""
         module, _, attribute = path.rpartition(".")
         search_here()
-        try:
-            kind = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"cannot import the {self.noun} {path}: {error}") from error
-
         base = getattr(import_module(f"lightning_specdec.{self.room}"), self.base)
+        try:
+            imported = import_module(module)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"cannot import the {self.noun} {path}: {error}") from error
+        if not hasattr(imported, attribute):
+            names = [
+                name
+                for name, value in vars(imported).items()
+                if isinstance(value, type) and issubclass(value, base) and value is not base
+            ]
+            advice = nearest(attribute, names) or f": it has {', '.join(names) or 'none'}"
+            raise ValueError(
+                f"cannot import the {self.noun} {path}: {module} has no {attribute}{advice}"
+            )
+        kind = getattr(imported, attribute)
         if not isinstance(kind, type) or not issubclass(kind, base):
             raise ValueError(
                 f"{path} is not a {self.base}: derive it from lightning_specdec.{self.base}"

@@ -6,6 +6,7 @@ current directory, whose files override shipped ones of the same name.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import ModelSize, peak_bytes
-from lightning_specdec.config.models import DTYPES, QUANTIZATIONS, PairSource
+from lightning_specdec.config.models import CHECKPOINTS, DTYPES, QUANTIZATIONS, PairSource
 from lightning_specdec.config.settings import Settings, nearest, setting
 from lightning_specdec.config.yaml_text import read_yaml
+
+log = logging.getLogger(__name__)
 
 OWN = Path("configs/pairs")
 """Directory of the user's pairs, relative to the current directory."""
@@ -33,16 +36,22 @@ class PairModel(Settings):
     revision: str | None = setting(None, "branch, tag or commit on the Hub")
 
     @property
+    def local_copy(self) -> str | None:
+        """The local directory if it exists, in the current directory or in the clone."""
+        if self.local is None:
+            return None
+        path = shipped_file(self.local)
+        return path if Path(path, "config.json").is_file() else None
+
+    @property
     def location(self) -> str:
         """Where to load it from, relative to the current directory."""
-        if self.local is not None and Path(self.local, "config.json").is_file():
-            return self.local
-        return self.source
+        return self.local_copy or self.source
 
     @property
     def location_revision(self) -> str | None:
         """The revision to load from `location`; a local copy has none."""
-        return None if self.location == self.local else self.revision
+        return None if self.local_copy is not None else self.revision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +108,16 @@ class Pair(Settings):
         the pair's draft model. `NGramWithFallback` is the exception: it runs prompt lookup before
         that model.
         """
+        for model in self.models:
+            if model.local is not None and model.local_copy is None:
+                log.warning(
+                    "the pair %s is loaded from %s on the Hub, since there is no %s here (in a "
+                    "clone of the repository, `make %s` writes it)",
+                    self.name,
+                    model.source,
+                    model.local,
+                    Path(model.local).name,
+                )
         defaults: dict[str, Any] = {
             "target": self.target.location,
             "dtype": self.target.dtype,
@@ -161,6 +180,28 @@ def shipped_config(word: str) -> str:
         return word
     shipped = shipped_directory().parent / word.removeprefix("configs/")
     return str(shipped) if shipped.is_file() else word
+
+
+def shipped_file(word: str) -> str:
+    """Resolve `checkpoints/NAME` to what is in the clone, if the current directory has none.
+
+    Only models and exported files are found there. Runs belong to the directory where they ran.
+    """
+    if not word.startswith(f"{CHECKPOINTS}/") or Path(word).exists():
+        return word
+    path = shipped_directory().parents[1] / word
+    is_model = (path / "config.json").is_file()
+    is_exported = path.suffix == ".safetensors" and path.is_file()
+    return str(path) if is_model or is_exported else word
+
+
+def nearest_config(path: str) -> str:
+    """Return ": did you mean ...?" for the most similar config, beside a path or shipped."""
+    shipped = shipped_directory().parent
+    names = [f"configs/{config.relative_to(shipped)}" for config in shipped.glob("**/*.yaml")]
+    neighbors = Path(path).expanduser().parent.glob("*.yaml")
+    names += [str(neighbor) for neighbor in neighbors]
+    return nearest(path, names)
 
 
 def read_pair(path: Path) -> Pair:

@@ -407,8 +407,8 @@ class Conversation:
         max_new_tokens = min(self.config.max_new_tokens, self.max_length - len(prompt))
         if max_new_tokens < 1:
             raise ValueError(
-                f"{len(prompt)} tokens fill the chat's context of {self.max_length}: begin a "
-                "new one"
+                f"{len(prompt)} tokens fill the chat's context of {self.max_length}: shorten the "
+                "question, or begin a new chat"
             )
 
         length = len(prompt) + max_new_tokens

@@ -11,10 +11,13 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch.callbacks
+import lightning.pytorch.loggers
 import yaml
 from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -23,9 +26,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 # YAML can name the classes of these packages once they are imported.
-from lightning_specdec import training as _training  # noqa: F401
+from lightning_specdec import data as _data
+from lightning_specdec import training as _training
 from lightning_specdec.config.checks import require_number
-from lightning_specdec.config.kinds import MODELS, search_here
+from lightning_specdec.config.kinds import DRAFTERS, MODELS, search_here
+from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import say
 from lightning_specdec.config.yaml_text import check_yaml
 from lightning_specdec.data import *  # noqa: F403
@@ -45,6 +50,8 @@ from lightning_specdec.training.runs import (
 
 _YAML_OPTIONS = ("--config", "--trainer", "--model", "--data")
 """Options whose values may be YAML files."""
+_UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
+"""What jsonargparse says of a name that is no class of the right type."""
 _SUMMARY = ("loss", "acceptance_rate", "block_efficiency", "walltime_speedup")
 """Metrics that are printed at the end of a run."""
 _SCAFFOLD = re.compile(
@@ -291,16 +298,66 @@ def one_line(report: str) -> str:
         if reason and not _SCAFFOLD.match(reason):
             reasons[reason] = None
     text = "; ".join(reasons) or " ".join(report.split())
+    text = _UNKNOWN_CLASS.sub(_describe_unknown_class, text)
     if keys:
         return f"{'.'.join(keys)}: {text}"
     return text
 
 
+def _describe_unknown_class(match: re.Match[str]) -> str:
+    """The message about a name that is neither a known class nor an import path."""
+    name = match[1]
+    advice = nearest(name, _known_classes()) or ": give an import path, for example my_data.MyData"
+    return f"there is no class {name!r}{advice}"
+
+
+def _known_classes() -> dict[str, type]:
+    """The classes that YAML can name without an import path, by name."""
+    modules = [_training, _data, lightning.pytorch.callbacks, lightning.pytorch.loggers]
+    classes: dict[str, type] = {}
+    for module in modules:
+        for name in getattr(module, "__all__", dir(module)):
+            value = getattr(module, name)
+            if isinstance(value, type) and not name.startswith("_"):
+                classes[name] = value
+    for registry in (MODELS, DRAFTERS):
+        for name in registry:
+            classes[name] = registry.load(name)
+    return classes
+
+
+def _known_arguments(command: Sequence[str], *, of_data: bool) -> list[str]:
+    """The arguments of all classes that a command or one of its YAML files names.
+
+    Args:
+        of_data: whether to look at data modules, and not at all other classes.
+    """
+    texts = list(command)
+    for word in command:
+        path = Path(word.rpartition("=")[2])
+        if path.suffix in (".yaml", ".yml") and path.is_file():
+            texts.append(path.read_text(encoding="utf-8", errors="replace"))
+    names: list[str] = []
+    for name, known_class in _known_classes().items():
+        is_data = issubclass(known_class, LightningDataModule)
+        is_named = any(re.search(rf"\b{name}\b", text) for text in texts)
+        if is_named and is_data == of_data:
+            for base in known_class.__mro__:
+                # `**options` of a class are arguments of its bases.
+                if "__init__" in vars(base) and base is not object:
+                    names += inspect.signature(base).parameters
+    return names
+
+
 def _advice(report: str) -> str:
     """Return a suggestion for an unknown option, or for a verb without a config."""
+    unknown_argument = re.search(r"Option '([\w.]+)' is not accepted", report)
+    if unknown_argument:
+        of_data = 'Parser key "data' in report
+        return nearest(unknown_argument[1], _known_arguments(sys.argv[2:], of_data=of_data))
     if "arguments are required" in report:
         example = "smollm2_generate" if sys.argv[1] == "generate" else "rnn"
-        return f": give --config FILE, as configs/{example}.yaml"
+        return f": give --config FILE, for example configs/{example}.yaml"
     unknown_option = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", report)
     if not unknown_option:
         return ""

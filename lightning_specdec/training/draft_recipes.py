@@ -15,6 +15,7 @@ import torch
 
 from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.memory import available_bytes
+from lightning_specdec.config.settings import nearest
 from lightning_specdec.data.corpus import MANIFEST, read_manifest, shipped_corpora
 from lightning_specdec.training.block import BlockTraining
 from lightning_specdec.training.distillation import DistillationTraining
@@ -66,7 +67,8 @@ def config_for(
         FileNotFoundError, ValueError: the recipe does not support this target or this text.
     """
     if recipe not in RECIPES:
-        raise ValueError(f"there is no recipe {recipe!r}: give one of {', '.join(RECIPES)}")
+        advice = nearest(recipe, RECIPES) or f": give one of {', '.join(RECIPES)}"
+        raise ValueError(f"there is no recipe {recipe!r}{advice}")
     training_class, recipe_arguments = RECIPES[recipe]
     shape = TargetShape.of(target)
 
