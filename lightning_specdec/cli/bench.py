@@ -170,7 +170,9 @@ def _has_failures(results: Results) -> bool:
             counted(num_failed, "case"),
             directory,
         )
-    progress(f"kept in {directory}: `lightning_specdec report {directory}` summarizes the results")
+    log.info(
+        "kept in %s: `lightning_specdec report %s` summarizes the results", directory, directory
+    )
     if num_failed or results.manifest["failed_pairs"]:
         return True
 

@@ -26,6 +26,7 @@ from lightning_specdec.cli.options import (
     decoding,
     pair_source,
 )
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import one_line, say, short
@@ -88,6 +89,7 @@ def run(options: Namespace) -> int:
     system = chosen(options, ChatSettings).system
     chat = _Chat(decoder, tokenizer, config, system=system, interactive=interactive)
     num_errors = 0
+    show_activity("")
     for line in _turns(interactive):
         if line in ("/quit", "/exit"):
             break
@@ -194,11 +196,15 @@ class Talk:
         pieces: list[str] = []
         messages = [*self.messages, {"role": "user", "content": content}]
         row = self.conversation.begin(self.tokenizer.encode_chat(messages))
+        show_activity("reading the question")
 
         try:
             with self._interruptible():
                 while row.live:
-                    for _, tokens in self.conversation.session.step():
+                    events = self.conversation.session.step()
+                    # From here on, the answer itself shows that something happens.
+                    show_activity("")
+                    for _, tokens in events:
                         pieces.append(stream.push(tokens, hold=row.num_hidden))
                         say(pieces[-1], end="", flush=True)
                     if self._is_interrupted:

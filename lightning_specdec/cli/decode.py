@@ -102,7 +102,9 @@ def run(options: Namespace) -> int:
         config = config.changed(max_new_tokens=FEW_TOKENS)
     if "quiet" in options and settings.output == "text":
         # Only the text is wanted, so that nothing is compared or measured.
-        settings, measure = _for_text_alone(options, settings, measure)
+        if "mode" not in options:
+            settings = settings.changed(mode="speculative")
+        measure = measure.changed(repeats=0)
     if settings.compile:
         progress("compiling ...")
         decoder.compile()
@@ -117,17 +119,6 @@ def run(options: Namespace) -> int:
         say(_answer(outcome, decoder, config))
         say(f"\n{_details(outcome, loaded, options, manifest)}", has_colours=True)
     return _report_failures(outcome)
-
-
-def _for_text_alone(
-    options: Namespace, settings: DecodeSettings, measure: MeasureSettings
-) -> tuple[DecodeSettings, MeasureSettings]:
-    """The settings for a call that prints only the model's text, as far as they were not given."""
-    if "mode" not in options:
-        settings = settings.changed(mode="speculative")
-    if "repeats" not in options:
-        measure = measure.changed(repeats=0)
-    return settings, measure
 
 
 def _texts(outcome: Outcome) -> str:

@@ -26,7 +26,7 @@ from lightning_specdec.config.kinds import DRAFTERS
 from lightning_specdec.config.memory import available_bytes, gigabytes
 from lightning_specdec.config.models import TargetSource, check_directory
 from lightning_specdec.config.pairs import Pair, get_pair, list_pairs
-from lightning_specdec.config.terminal import say, short
+from lightning_specdec.config.terminal import display_width, padded, say, short
 
 SUMMARY = (
     "describe a checkpoint, draft file, model or pair; by default the environment and all pairs"
@@ -105,10 +105,10 @@ def _print(description: dict[str, Any], *, verbose: bool) -> None:
             shown["prompts"] = _summarize_prompts(shown["prompts"])
 
     lines = list(_lines(shown))
-    width = min(MAX_NAME_WIDTH, max(len(name) for name, _ in lines))
+    width = min(MAX_NAME_WIDTH, max(display_width(name) for name, _ in lines))
     for name, value in lines:
         text = value if name == "prompts" else short(value, MAX_VALUE_LENGTH)
-        say(f"{name:<{width}}  {text}")
+        say(f"{padded(name, width)}  {text}")
     if len(recipe) > len(shown.get("recipe") or {}):
         say("(-v shows the rest of the recipe)")
 

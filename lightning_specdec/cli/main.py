@@ -18,6 +18,7 @@ from types import ModuleType
 from lightning_specdec import __version__
 from lightning_specdec.cli.common import set_up_logs
 from lightning_specdec.cli.options import KINDS, Parser, UsageError, kind_help
+from lightning_specdec.config.activity import Reporter
 from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import one_line, say
 
@@ -119,7 +120,13 @@ def _run(words: list[str]) -> int:
 
     module = _module(verb)
     if verb in TRAINER_VERBS:
-        return module.run(verb, arguments)
+        reporter = Reporter()
+        reporter.start()
+        try:
+            reporter.show("starting")
+            return module.run(verb, arguments)
+        finally:
+            reporter.stop()
     return _run_verb(verb, module, arguments)
 
 
@@ -137,7 +144,13 @@ def _run_verb(verb: str, module: ModuleType, arguments: list[str]) -> int:
 
     options = make_parser(verb).read(arguments)
     set_up_logs(options)
-    return module.run(options)
+    reporter = Reporter(is_quiet="quiet" in options)
+    reporter.start()
+    try:
+        reporter.show("starting")
+        return module.run(options)
+    finally:
+        reporter.stop()
 
 
 def _module(verb: str) -> ModuleType:

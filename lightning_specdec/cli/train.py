@@ -42,7 +42,8 @@ _RECIPE = """\
                         exit, layers, or pair
   --target DIR          the target's directory; settings that depend on it follow from it
   --text PATH...        directories that generate wrote, or text files; shipped is SmolLM2's text
-  --minutes M           duration of the run, start-up included (default: three epochs)
+  --minutes M           duration of the run (default: three epochs). Start-up and the last
+                        validation count, so give 3 or more
 """
 _ENGINE = """\
   --engine ENGINE       vLLM: a server's address, or the Python of its environment (--model.engine)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.decoding.batch import Batch
@@ -458,9 +459,11 @@ def open_session(
 
 def run(session: Session) -> DecodeResult:
     """Decode until no row is live; on Ctrl-C, `DecodeInterrupted` with what was committed."""
+    num_tokens = sum(row.remaining for row in session.live)
     try:
-        while session.step():
-            pass
+        with Activity("decoding", num_tokens, unit="tokens") as activity:
+            while events := session.step():
+                activity.advance(sum(len(tokens) for _, tokens in events))
     except KeyboardInterrupt:
         raise DecodeInterrupted(session.result()) from None
     return session.result()

@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 # YAML can name the classes of these packages once they are imported.
 from lightning_specdec import data as _data
 from lightning_specdec import training as _training
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, search_here
 from lightning_specdec.config.settings import nearest
@@ -36,9 +37,9 @@ from lightning_specdec.config.yaml_text import check_yaml
 from lightning_specdec.data import *  # noqa: F403
 from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest
+from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest, ShowActivity
 from lightning_specdec.training.generate import GenerateText
-from lightning_specdec.training.optimizers import TimeLimit
+from lightning_specdec.training.optimizers import TimeLimit, check_start_up
 from lightning_specdec.training.runs import (
     CheckOptimizers,
     RunFiles,
@@ -128,6 +129,8 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Pass the data's vocabulary size to drafts by name, as links do for a single draft."""
+        show_activity("loading models and data")
+        self._check_minutes()
         config = self.config[self.subcommand]
         vocab_size = config.get("data.init_args.vocab_size")
         drafts = config.get("model.init_args.drafts") or {}
@@ -147,6 +150,15 @@ class TrainingCLI(LightningCLI):
                     "the data module has no argument vocab_size to size the networks by: give it "
                     "one, or state vocab_size in the init_args of target and draft"
                 )
+
+    def _check_minutes(self) -> None:
+        """Refuse a new run whose time will be used up before its first step."""
+        if self.subcommand != "fit" or self._get(self.config, "ckpt_path"):
+            return
+        for callback in self._get(self.config, "trainer.callbacks") or []:
+            arguments = callback.get("init_args") or {}
+            if str(callback.get("class_path")).endswith(".TimeLimit") and "minutes" in arguments:
+                check_start_up(arguments["minutes"])
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -189,6 +201,7 @@ class TrainingCLI(LightningCLI):
         directories are claimed.
         """
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        self._add_callback(ShowActivity())
         if subcommand == "generate":
             # The target is loaded and checked when the Trainer starts.
             if not isinstance(self.model, GenerateText):

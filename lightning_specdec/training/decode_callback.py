@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -12,12 +13,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.data import TokenData
 from lightning_specdec.decoding import autoregressive_decode, speculative_decode
-from lightning_specdec.decoding.results import RowResult, merge_results
+from lightning_specdec.decoding.results import DecodeResult, RowResult, merge_results
 from lightning_specdec.text.tokenizer import Tokenizer, named_tokenizer
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.callbacks import logged_step, tensorboards
 from lightning_specdec.training.target_outputs import is_sharded
 
+NUM_TIMED_TOKENS = 8
+"""New tokens that are decoded to estimate how long a validation takes."""
 MEASURED = frozenset(("acceptance_rate", "block_efficiency"))
 """Metrics that are measured, and whose estimates are therefore renamed."""
 
@@ -63,6 +66,38 @@ class DecodeHeldOut(Callback):
         metrics = trainer.strategy.broadcast(metrics, src=0)
         module.log_dict({f"val/{name}": value for name, value in metrics.items()}, sync_dist=True)
 
+    def estimated_seconds(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        """How long a validation will decode, measured on a few tokens of the first prompt."""
+        module = cast("SpeculativeTraining", pl_module)
+        if not (trainer.is_global_zero or is_sharded(trainer)):
+            return 0.0
+        prompt = self._prompts(trainer)[0]
+        num_tokens = min(NUM_TIMED_TOKENS, self.max_new_tokens)
+        seconds = 0.0
+        module.eval()
+        with torch.autocast(module.device.type, enabled=False):
+            # The first of the two only warms up.
+            for _ in range(2):
+                start = time.perf_counter()
+                self._decode(module, prompt, num_tokens)
+                seconds = time.perf_counter() - start
+        module.train()
+        return seconds * (self.num_prompts + 1) * self.max_new_tokens / num_tokens
+
+    def _decode(
+        self, module: SpeculativeTraining, prompt: list[int], max_new_tokens: int
+    ) -> tuple[DecodeResult, DecodeResult]:
+        """A prompt's speculative and standard results."""
+        speculative = speculative_decode(
+            module.target,
+            module.drafter,
+            [prompt],
+            num_draft_tokens=module.num_draft_tokens,
+            max_new_tokens=max_new_tokens,
+        )
+        standard = autoregressive_decode(module.target, [prompt], max_new_tokens=max_new_tokens)
+        return speculative, standard
+
     def _measure(self, trainer: Trainer, module: SpeculativeTraining) -> dict[str, float]:
         """Decode each prompt by both methods in turn: a change in speed affects both."""
         prompts = self._prompts(trainer)
@@ -70,18 +105,9 @@ class DecodeHeldOut(Callback):
         standard = []
         # The first prompt is decoded once more, to warm up.
         for prompt in (prompts[0], *prompts):
-            speculative.append(
-                speculative_decode(
-                    module.target,
-                    module.drafter,
-                    [prompt],
-                    num_draft_tokens=module.num_draft_tokens,
-                    max_new_tokens=self.max_new_tokens,
-                )
-            )
-            standard.append(
-                autoregressive_decode(module.target, [prompt], max_new_tokens=self.max_new_tokens)
-            )
+            speculative_result, standard_result = self._decode(module, prompt, self.max_new_tokens)
+            speculative.append(speculative_result)
+            standard.append(standard_result)
         del speculative[0], standard[0]
 
         row_pairs = []

@@ -152,7 +152,8 @@ def _trainer_arguments(
     return {
         **duration,
         "gradient_clip_val": 1.0,
-        "num_sanity_val_steps": 0,
+        # A run of a given time measures a batch, to leave time for the last validation.
+        "num_sanity_val_steps": 0 if minutes is None else 1,
         "enable_model_summary": False,
         "logger": _section("TensorBoardCurves", name=run_name),
         "callbacks": callbacks,
