@@ -123,7 +123,7 @@ def _run(words: list[str]) -> int:
         reporter = Reporter()
         reporter.start()
         try:
-            reporter.show("starting")
+            reporter.show("starting: importing libraries")
             return module.run(verb, arguments)
         finally:
             reporter.stop()
@@ -147,7 +147,7 @@ def _run_verb(verb: str, module: ModuleType, arguments: list[str]) -> int:
     reporter = Reporter(is_quiet="quiet" in options)
     reporter.start()
     try:
-        reporter.show("starting")
+        reporter.show("starting: importing libraries")
         return module.run(options)
     finally:
         reporter.stop()

@@ -51,6 +51,7 @@ _ENGINE = """\
 _OPTIONS = """\
   --config FILE         YAML file of the run; a further file overrides values of those before it
   --ckpt_path FILE      last, best or a checkpoint: fit resumes from it, the others use it
+  --name NAME           name of the run's directories; default: the config's, and that of other data
   --save_seconds X      seconds between checkpoints while fit runs (default 60)
   --seed_everything INT seed of initialization and data order
   --trainer.KEY VALUE   any argument of Lightning's Trainer, for example --trainer.max_epochs 10

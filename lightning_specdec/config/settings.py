@@ -310,6 +310,40 @@ def show_settings(kind: Any) -> None:
     kind.__signature__ = inspect.Signature(parameters)
 
 
+def accepts_fields(
+    settings: type[Settings], *, skip: Sequence[str]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Show the fields of settings in the signature and docstring of a function with `**options`.
+
+    Args:
+        settings: the settings that the function builds from its options.
+        skip: fields that are no options of the function.
+    """
+
+    def show(function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = []
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                parameters.append(parameter)
+        lines = ["", f"        Fields of `{settings.__name__}`:"]
+        for field_ in setting_fields(settings):
+            if field_.name in skip:
+                continue
+            parameter = inspect.Parameter(
+                field_.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field_.default,
+                annotation=field_.type,
+            )
+            parameters.append(parameter)
+            lines.append(f"            {field_.name}: {field_.metadata.get('help', '')}")
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__doc__ = "\n".join([(function.__doc__ or "").rstrip(), *lines, "        "])
+        return function
+
+    return show
+
+
 def _located(message: str, where: str, settings: type[Settings]) -> str:
     """A message about an entry, with the place of the entry before it.
 

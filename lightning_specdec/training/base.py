@@ -154,6 +154,11 @@ class SpeculativeTraining(LightningModule, ABC):
                 prog_bar=True,
                 sync_dist=True,
             )
+            self._log_learning_rate()
+
+    def _log_learning_rate(self) -> None:
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.log("train/learning_rate", float(rate), on_step=True, on_epoch=False)
 
     def log_losses(
         self, losses: Mapping[str, Tensor], num_tokens: int | Tensor, *, prog_bar: bool = True

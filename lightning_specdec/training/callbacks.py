@@ -42,17 +42,26 @@ def logged_step(trainer: Trainer) -> int:
 class TensorBoardCurves(TensorBoardLogger):
     """A `TensorBoardLogger` whose tags begin with `train` or `val`.
 
-    The epoch is logged as `train/epoch`, and the HParams tab has no placeholder metric.
+    The epoch is logged as `train/epoch`, the HParams tab has no placeholder metric, and the tab of
+    custom scalars has one chart for all losses.
     """
 
     def __init__(self, save_dir: str = "logs", name: str = "runs") -> None:
         super().__init__(save_dir, name, default_hp_metric=False)
+        self._has_layout = False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         renamed = dict(metrics)
         if "epoch" in renamed:
             renamed["train/epoch"] = renamed.pop("epoch")
         super().log_metrics(renamed, step)
+        if not self._has_layout:
+            # One chart for the losses of target and drafts, in the tab of custom scalars.
+            self._has_layout = True
+            layout = {
+                split: {"losses": ["Multiline", [f"{split}/.*loss"]]} for split in ("train", "val")
+            }
+            self.experiment.add_custom_scalars(layout)
 
 
 def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool = True) -> Tqdm:

@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch.callbacks
 import lightning.pytorch.loggers
 import yaml
-from jsonargparse import ArgumentError, set_parsing_settings
+from jsonargparse import ArgumentError, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -126,10 +126,14 @@ class TrainingCLI(LightningCLI):
         parser.add_argument(
             "--save_seconds", type=float, default=60.0, help="seconds between checkpoints of a run"
         )
+        parser.add_argument(
+            "--name", type=str | None, default=None, help="name of the run's directories"
+        )
 
     def before_instantiate_classes(self) -> None:
         """Pass the data's vocabulary size to drafts by name, as links do for a single draft."""
         show_activity("loading models and data")
+        self._name_run()
         self._check_minutes()
         config = self.config[self.subcommand]
         vocab_size = config.get("data.init_args.vocab_size")
@@ -150,6 +154,28 @@ class TrainingCLI(LightningCLI):
                     "the data module has no argument vocab_size to size the networks by: give it "
                     "one, or state vocab_size in the init_args of target and draft"
                 )
+
+    def _name_run(self) -> None:
+        """Name the run's directories by `--name`, or by the data that replace the config's.
+
+        So a run of other data never stands among those of the config.
+        """
+        name = self._get(self.config, "name")
+        suffix = _data_name(sys.argv[2:])
+        if name is None and suffix is None:
+            return
+        sections = [*(self._get(self.config, "trainer.callbacks") or [])]
+        logger = self._get(self.config, "trainer.logger")
+        if isinstance(logger, dict | Namespace):
+            sections.append(logger)
+        for section in sections:
+            arguments = section.get("init_args") or {}
+            if arguments.get("dirpath"):
+                directory = Path(arguments["dirpath"])
+                run_name = name or f"{directory.name}_{suffix}"
+                arguments["dirpath"] = str(directory.with_name(run_name))
+            elif "save_dir" in arguments and arguments.get("name"):
+                arguments["name"] = name or f"{arguments['name']}_{suffix}"
 
     def _check_minutes(self) -> None:
         """Refuse a new run whose time will be used up before its first step."""
@@ -276,6 +302,24 @@ class TrainingCLI(LightningCLI):
         curves = (logger.log_dir or logger.save_dir) if logger else None
         if curves:
             say(f"curves: tensorboard --logdir {seen_from_here(curves)}")
+
+
+def _data_name(words: Sequence[str]) -> str | None:
+    """A name for data that the options of a command put in place of a config's; None without any.
+
+    It is that of the file or the directory, or else of the class.
+    """
+    name = None
+    for word, next_word in pairwise([*words, ""]):
+        option, separator, joined_value = word.partition("=")
+        value = joined_value if separator else next_word
+        if option in ("--data.path", "--data.paths"):
+            path_words = re.findall(r"\w+", re.sub(r"\.\w+$", "", value))
+            if path_words:
+                return path_words[-1]
+        elif option in ("--data", "--data.class_path") and not value.endswith((".yaml", ".yml")):
+            name = value.rpartition(".")[2]
+    return name if name and name.isidentifier() else None
 
 
 def prepare(arguments: list[str]) -> None:
