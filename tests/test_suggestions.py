@@ -113,7 +113,7 @@ def test_a_message_about_an_entry_has_its_place_before_it() -> None:
 
 def test_the_help_of_a_kind_shows_limits_and_defaults() -> None:
     ngram = call("decode", "--drafter.help", "NGramDrafter").out
-    assert re.search(r"--drafter.max_ngram .*\(1 to 1024; default: 5\)", ngram)
+    assert re.search(r"--drafter.max_ngram .*\(1 to 32; default: 5\)", ngram)
     exits = call("decode", "--drafter.help", "EarlyExitDrafter").out
     assert re.search(r"--drafter.exit_layer .*\(1 or more; required\)", exits)
     rule = call("decode", "--rule.help", "EpsilonThreshold").out

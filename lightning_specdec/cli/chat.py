@@ -89,6 +89,7 @@ def run(options: Namespace) -> int:
     system = chosen(options, ChatSettings).system
     chat = _Chat(decoder, tokenizer, config, system=system, interactive=interactive)
     num_errors = 0
+    chat.begin()
     show_activity("")
     for line in _turns(interactive):
         if line in ("/quit", "/exit"):
@@ -126,6 +127,14 @@ class _Chat:
         self.interactive = interactive
         self.talk: Talk | None = None
 
+    def begin(self) -> None:
+        """Begin a new chat.
+
+        Raises:
+            ValueError: a setting is wrong.
+        """
+        self.talk = self._new_talk()
+
     def answer(self, line: str) -> str:
         """Run a command or answer a question; returns a note for stderr.
 
@@ -137,14 +146,15 @@ class _Chat:
         if line == "/help":
             return COMMANDS
         if line == "/reset":
-            self.talk = None
+            self.begin()
             return "a new chat starts"
 
         # A path such as /etc/hosts is not a command.
         if re.fullmatch(r"/\w+", line.split()[0]):
             raise ValueError(f"there is no command {short(line, 40)}: {COMMANDS}")
         if self.talk is None:
-            self.talk = self._new_talk()
+            self.begin()
+        assert self.talk is not None
         return self.talk.say(line)
 
     def _new_talk(self) -> Talk:

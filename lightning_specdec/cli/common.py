@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_specdec.cli.options import PromptSettings, chosen, pair_source, typed
-from lightning_specdec.config.activity import postpone_report, show_activity
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.config.settings import Settings
 from lightning_specdec.config.terminal import say
@@ -50,7 +50,6 @@ class _MessageHandler(logging.Handler):
         if record.levelno != logging.INFO:
             text = f"{record.levelname}: {text}"
         say(text, file=sys.stderr, flush=True)
-        postpone_report()
 
 
 def set_up_logs(options: Namespace) -> None:

@@ -110,6 +110,7 @@ def run(options: Namespace) -> int:
         decoder.compile()
 
     outcome = _decode_and_measure(loaded, config, settings, measure)
+    progress("comparing the outputs", often=True)
     manifest = loaded.manifest(config, measure, settings)
     if settings.output == "json":
         say(json.dumps(_document(outcome, loaded, config, manifest)))

@@ -128,13 +128,13 @@ def _lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
             yield from _lines(value, f"{prefix}{name} ")
         elif value is None:
             continue
+        elif name.endswith("_bytes") and not prefix:
+            # Only our own entries: a file may put anything into its recipe.
+            yield name.removesuffix("_bytes"), gigabytes(value)
         elif isinstance(value, bool):
             yield prefix + name, "yes" if value else "no"
         elif isinstance(value, int):
             yield prefix + name, f"{value:,}"
-        elif name.endswith("_bytes") and not prefix:
-            # Only our own entries: a file may put anything into its recipe.
-            yield name.removesuffix("_bytes"), gigabytes(value)
         else:
             yield prefix + name, str(value)
 

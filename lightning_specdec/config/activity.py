@@ -13,7 +13,7 @@ import threading
 import time
 from types import TracebackType
 
-from lightning_specdec.config.terminal import STATUS_LINE, say
+from lightning_specdec.config.terminal import STATUS_LINE, note_output, say, seconds_since_output
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +103,13 @@ class Reporter:
         self.is_quiet = is_quiet
         self._activity: Activity | None = None
         self._is_shown_elsewhere = False
-        self._last_report = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="reporter")
 
     def start(self) -> None:
         """Begin to report."""
         global _reporter
+        note_output()
         _reporter = self
         if not self.is_quiet:
             self._thread.start()
@@ -133,10 +133,6 @@ class Reporter:
         self._activity = Activity(text) if text else None
         self._is_shown_elsewhere = is_shown_elsewhere
 
-    def postpone(self) -> None:
-        """Wait as if a report had just been printed, because something else was."""
-        self._last_report = time.monotonic()
-
     def _run(self) -> None:
         while not self._stopped.wait(REDRAW_SECONDS):
             text = self._text()
@@ -145,8 +141,7 @@ class Reporter:
             elif sys.stderr.isatty():
                 if not self._is_shown_elsewhere:
                     STATUS_LINE.draw(text)
-            elif time.monotonic() - self._last_report >= REPORT_SECONDS:
-                self._last_report = time.monotonic()
+            elif seconds_since_output() >= REPORT_SECONDS:
                 say(text, file=sys.stderr, flush=True)
 
     def _text(self) -> str | None:
@@ -164,9 +159,3 @@ def show_activity(text: str, *, is_shown_elsewhere: bool = False) -> None:
     """Tell the command line's reporter what is done, see `Reporter.show`."""
     if _reporter is not None:
         _reporter.show(text, is_shown_elsewhere=is_shown_elsewhere)
-
-
-def postpone_report() -> None:
-    """Tell the command line's reporter that something was printed."""
-    if _reporter is not None:
-        _reporter.postpone()

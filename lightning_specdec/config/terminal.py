@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 import unicodedata
 from typing import Any
 
@@ -71,6 +72,18 @@ class StatusLine:
 
 
 STATUS_LINE = StatusLine()
+_last_output = time.monotonic()
+
+
+def note_output() -> None:
+    """Remember that something was printed just now."""
+    global _last_output
+    _last_output = time.monotonic()
+
+
+def seconds_since_output() -> float:
+    """How long nothing has been printed."""
+    return time.monotonic() - _last_output
 
 
 def say(
@@ -89,5 +102,6 @@ def say(
             foreign parts visible already.
     """
     STATUS_LINE.erase()
+    note_output()
     printable = text if has_colours else visible(str(text))
     print(printable, file=file, end=end, flush=flush)

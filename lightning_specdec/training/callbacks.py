@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_specdec.config.activity import Activity, postpone_report, show_activity
+from lightning_specdec.config.activity import Activity, show_activity
+from lightning_specdec.config.terminal import note_output
 from lightning_specdec.training.accumulation import rewind_to_step
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.metrics import SAMPLINGS
@@ -146,7 +147,7 @@ class RunProgressBar(ProgressBar):
             self._bar.total = max(trainer.global_step, round(trainer.global_step / time_used))
         is_printed = self._bar.update(trainer.global_step - self._bar.n)
         if is_printed:
-            postpone_report()
+            note_output()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._show_metrics(trainer, pl_module)
