@@ -289,7 +289,7 @@ def show_settings(kind: Any) -> None:
         return
 
     accepts_positions = "values" in names
-    field_kind = inspect.Parameter.KEYWORD_ONLY
+    field_kind: Any = inspect.Parameter.KEYWORD_ONLY
     if accepts_positions:
         field_kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     setting_parameters = []

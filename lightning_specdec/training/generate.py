@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +260,8 @@ class GenerateText(LightningModule):
 
         if self.trainer.is_global_zero:
             self._lock_directory()
-            self._prepare_directory(continues)
+            with self._unlocked_on_failure():
+                self._prepare_directory(continues)
         self.trainer.strategy.barrier("the manifest is written")
 
     def _lock_directory(self) -> None:
@@ -314,8 +315,14 @@ class GenerateText(LightningModule):
         self._server.close()
         self._unlock_directory()
 
-    def on_exception(self, exception: BaseException) -> None:
-        self._unlock_directory()
+    @contextmanager
+    def _unlocked_on_failure(self) -> Iterator[None]:
+        """Unlock the directory if a step fails: the Trainer then calls no `teardown`."""
+        try:
+            yield
+        except BaseException:
+            self._unlock_directory()
+            raise
 
     # --- the shards ---
 
@@ -332,7 +339,8 @@ class GenerateText(LightningModule):
             for i, prompt in enumerate(shard.prompts):
                 row_number = (shard.first + i) * len(self.samplings) + sampling_index
                 prompts[row_number] = prompt
-            new_tokens.update(self._continue_all(prompts, sampling))
+            with self._unlocked_on_failure():
+                new_tokens.update(self._continue_all(prompts, sampling))
 
         rows = []
         for row_number in sorted(new_tokens):
