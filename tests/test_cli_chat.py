@@ -186,8 +186,16 @@ def test_ctrl_c_in_a_pipe_ends_the_line_of_the_answer(
     with pytest.raises(KeyboardInterrupt):
         talker.say(TURNS[0])
     assert pipe.getvalue().endswith("\n")
-    for command in ("/clear", "/save chat.txt", "/reset now"):
-        refused(*chat, stdin=f"{command}\n", message=f"no command {command}: /reset starts")
 
-    path_question = succeed(*chat, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n")
+
+def test_an_unknown_command_is_named_and_a_path_is_text(model: str) -> None:
+    chat = ("chat", "--target", model, "--max_new_tokens", "4")
+    commands = ("/clear", "/save chat.txt", "/reset now")
+    outcome = call(*chat, stdin="".join(f"{command}\n" for command in commands))
+    assert outcome.code == 1
+    assert outcome.out == ""
+    for command, error in zip(commands, outcome.err.splitlines(), strict=True):
+        assert error.startswith(f"error: there is no command {command}: /reset starts")
+
+    path_question = succeed(*chat, stdin="/usr/bin/ls?\n")
     assert path_question.out, "a path is text, not a command"
