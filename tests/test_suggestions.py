@@ -166,14 +166,16 @@ def test_a_directory_of_runs_is_a_draft_too() -> None:
 @pytest.mark.parametrize(
     ("words", "name"),
     [
-        ("--config a.yaml", None),
+        ("", None),
         ("--data.length 8", None),
         ("--data.path mine.csv", "mine"),
         ("--data SequenceFile --data.path=here/mine.csv", "mine"),
         ("--data my_data.Counting --data.length 8", "Counting"),
         ("--data.paths notes/**/*.md", "notes"),
         ("--data other.yaml", None),
+        ("--data.path mine.csv --trainer.callbacks.dirpath here", None),
     ],
 )
 def test_a_run_of_other_data_is_named_after_them(words: str, name: str | None) -> None:
-    assert _data_name(words.split()) == name
+    assert _data_name(["--config", "a.yaml", *words.split()]) == name
+    assert _data_name(words.split()) is None, "without a config, there is no name to complete"

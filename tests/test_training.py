@@ -224,7 +224,7 @@ def test_a_bad_checkpoint_is_refused_before_anything_runs(
 
     best_path = str(shipped_run.best)
     other_networks = ("test", "--ckpt_path", best_path, "--data.vocab_size", "60")
-    with pytest.raises(ValueError, match="has networks of other shapes .*embedding"):
+    with pytest.raises(ValueError, match="has networks of other sizes .*embedding"):
         verb(monkeypatch, tmp_path, *other_networks, logger=True)
 
     resume = ("fit", "--ckpt_path", str(shipped_run.last))

@@ -43,10 +43,11 @@ class Wrong(Drafter):
         return self.answer
 
 
+NESTED_LIST: Any = [[1], [2]]
 DRAFTS: dict[str, tuple[Any, str]] = {
     "list": ([[1], [2]], "must return a Draft, got a value of type list"),
     "none": (None, "must return a Draft, got None"),
-    "nested list": (Draft([[1], [2]]), "integers [B, K] with B = 2, got a value of type list"),
+    "nested list": (Draft(NESTED_LIST), "integers [B, K] with B = 2, got a value of type list"),
     "floats": (Draft(torch.ones(2, 1)), "got Tensor [2, 1] of torch.float32"),
     "one row": (Draft(tokens([1, 2])), "with B = 2, got Tensor [1, 2]"),
     "flat": (Draft(torch.tensor([1, 2])), "got Tensor [2] of torch.int64"),

@@ -100,7 +100,7 @@ class Batch(NamedTuple):
         else:
             values = {name: getattr(batch, name, None) for name in cls._fields}
 
-        tokens = values.get("tokens")
+        tokens: Any = values.get("tokens")
         is_tensor = isinstance(tokens, Tensor) and tokens.dim() == 2
         if not is_tensor or tokens.is_floating_point():
             got = f"tokens as {described(tokens)}"

@@ -307,8 +307,14 @@ class TrainingCLI(LightningCLI):
 def _data_name(words: Sequence[str]) -> str | None:
     """A name for data that the options of a command put in place of a config's; None without any.
 
-    It is that of the file or the directory, or else of the class.
+    It is that of the file or the directory, or else of the class. A command that names the run's
+    directories itself keeps their names.
     """
+    option_names = {word.partition("=")[0] for word in words}
+    has_config = "--config" in option_names
+    if not has_config or any(name.endswith("dirpath") for name in option_names):
+        return None
+
     name = None
     for word, next_word in pairwise([*words, ""]):
         option, separator, joined_value = word.partition("=")
