@@ -44,9 +44,9 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 
 demo: setup
 	$(RUN) fit --config configs/rnn.yaml
-	@echo; echo "The pair just trained. Its calls take a tenth of a millisecond, so a draft saves little:"
+	@echo; echo "The new pair. Its calls take a tenth of a millisecond, so a draft saves little:"
 	$(RUN) decode --ckpt checkpoints/rnn
-	@echo; echo "A transformer whose four heads draft, as it ships. Here a draft pays:"
+	@echo; echo "A pretrained transformer with four Medusa heads. Here a draft pays:"
 	$(RUN) decode checkpoints/medusa.safetensors --max_new_tokens 40 --threads 1 | head -n 1
 	@echo; echo "Next, a language model (a download of 98 MB):"; echo "  make smollm2"
 
@@ -84,8 +84,8 @@ bench: setup
 bench-transformers: setup
 	$(RUN) bench --config configs/bench/transformers.yaml
 
-# Environments and converted models of other engines, with a torch for CPUs: what their packages pull in for vision and
-# sound does not fit it ("operator torchvision::nms does not exist").
+# Environments and converted models of other engines, with a torch for CPUs: what their packages install for vision and
+# sound is incompatible with it ("operator torchvision::nms does not exist").
 PEER_PIP = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
 NO_VISION = $(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 ENGINES = --engine openvino_genai=$(PEERS)/genai/bin/python --engine llama_cpp=$(PEERS)/llama/bin/python --engine vllm=$(PEERS)/vllm/bin/python
@@ -101,7 +101,7 @@ $(PEERS)/genai/.models: | checkpoints/smollm2/config.json
 	$(@D)/bin/optimum-cli export openvino --model checkpoints/smollm2 --task text-generation-with-past --weight-format int8 $(PEERS)/genai_int8
 	touch $@
 
-# llama.cpp's converter wants torch and transformers, which are installed beside OpenVINO GenAI.
+# llama.cpp's converter needs torch and transformers, which OpenVINO GenAI's environment has.
 $(PEERS)/llama/.models: | $(PEERS)/genai/.models
 	$(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python llama-cpp-python==0.3.36
 	$(PEERS)/genai/bin/python -m pip install --quiet gguf sentencepiece

@@ -359,8 +359,11 @@ def compare_generate(url: str, options: argparse.Namespace) -> dict[str, int]:
 def prompt_texts(options: argparse.Namespace) -> list[str]:
     """First turns of the prompts, each on one line."""
     lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line)["turns"][0] for line in lines[: options.num_prompts]]
-    return [" ".join(text.split()) for text in texts]
+    texts = []
+    for line in lines[: options.num_prompts]:
+        first_turn = json.loads(line)["turns"][0]
+        texts.append(" ".join(first_turn.split()))
+    return texts
 
 
 def generate(
@@ -395,7 +398,8 @@ def generate(
     _, shards = open_corpus(output)
     rows = []
     for shard in shards:
-        rows += [shard.row(index).tolist() for index in range(len(shard.prompt_lengths))]
+        for index in range(len(shard.prompt_lengths)):
+            rows.append(shard.row(index).tolist())
     return rows
 
 
@@ -425,26 +429,24 @@ def measure_llama_cpp(
     standard_answers = llama_cpp_answers(server, prompts, options)
     draft_answers = llama_cpp_answers([*server, *draft_options], prompts, options)
 
-    num_drafted = sum(answer["timings"]["draft_n"] for answer in draft_answers)
-    num_accepted = sum(answer["timings"]["draft_n_accepted"] for answer in draft_answers)
+    row: Row = {"same_tokens": 0, "alone_as_here": 0, "gaps": []}
+    num_drafted = 0
+    num_accepted = 0
+    answers = zip(prompts, results, standard_answers, draft_answers, strict=True)
+    for prompt, result, standard_answer, draft_answer in answers:
+        num_drafted += draft_answer["timings"]["draft_n"]
+        num_accepted += draft_answer["timings"]["draft_n_accepted"]
+        row["same_tokens"] += draft_answer["tokens"] == standard_answer["tokens"]
+        row["alone_as_here"] += standard_answer["tokens"] == result.tokens[0]
+        gap = logit_gap(target, prompt, result.tokens[0], standard_answer["tokens"])
+        if gap is not None:
+            row["gaps"].append(gap)
+
     # Every draft has the same number of tokens, so this is 1 + accepted / drafts.
     engine_length = 1 + NUM_DRAFT_TOKENS * num_accepted / num_drafted
-
-    standard_tokens = [answer["tokens"] for answer in standard_answers]
-    draft_tokens = [answer["tokens"] for answer in draft_answers]
-    our_tokens = [result.tokens[0] for result in results]
-    gaps = []
-    for prompt, ours, theirs in zip(prompts, our_tokens, standard_tokens, strict=True):
-        gap = logit_gap(target, prompt, ours, theirs)
-        if gap is not None:
-            gaps.append(gap)
-    return {
-        "same_tokens": num_equal(draft_tokens, standard_tokens),
-        "alone_as_here": num_equal(standard_tokens, our_tokens),
-        "gaps": gaps,
-        "version": llama_cpp_version(options.llama_server),
-        **compare_lengths(results, engine_length),
-    }
+    row["version"] = llama_cpp_version(options.llama_server)
+    row.update(compare_lengths(results, engine_length))
+    return row
 
 
 def convert(source: str, output: Path, options: argparse.Namespace, *arguments: str) -> None:

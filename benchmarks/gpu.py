@@ -1,9 +1,9 @@
-"""Measure decoding on a GPU: target calls against the memory limit, rounds outside the models, trained pairs.
+"""Measure decoding on a GPU: target calls, the work outside the models, and trained pairs.
 
-python benchmarks/gpu.py train decode identity calls rounds --output gpu.json
+    python benchmarks/gpu.py train decode identity calls rounds --output gpu.json
 
-`train` also compiles what the other parts need, in processes beside it (`warm`), so that they find it in the compiler's
-cache.
+`train` also compiles what the other parts need, in separate processes (`warm`), so that they find
+it in the compiler's cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,10 @@ from lightning_specdec.models.compiled import compile_layers
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Sampling
 
-SHAPES: dict[str, dict[str, int]] = {
+Row = dict[str, Any]
+"""The figures of one setting."""
+
+LARGE_SHAPES: dict[str, dict[str, int]] = {
     "16 layers of 2048 (as Llama 3.2 1B)": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -58,436 +63,84 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 4,
     },
 }
-VOCABULARY = {2048: 128256, 4096: 32000}
-BATCHES = (1, 4, 16, 64)
-NEW_TOKENS = 160
-NUM_ROUNDS = 40
-FORMS = ("eager", "recorded", "recorded and compiled")
-SAMPLINGS = {"greedy": Sampling(), "temperature 1": Sampling(1.0)}
-PASSES = 3
-TEXT = "torch/**/*.py"
-LAYERS = 30
-SMALL = {
+"""Models of random weights."""
+VOCABULARY_SIZES = {2048: 128256, 4096: 32000}
+"""Tokens of a model, by its hidden size."""
+ROUNDS_VOCABULARY_SIZE = 32000
+"""Tokens of the model whose rounds are measured."""
+
+NUM_LAYERS = 30
+SMALL_SHAPE = {
     "hidden_size": 576,
     "intermediate_size": 1536,
-    "num_hidden_layers": LAYERS,
+    "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
 }
 """The shape of SmolLM2-135M; with bytes for tokens it has 106 million parameters."""
-TRAINED: dict[str, dict[str, Any]] = {
+
+TRAININGS: dict[str, dict[str, Any]] = {
     "early_exit": {
         "class_path": "EarlyExitTraining",
         "init_args": {
             "exit_layer": 2,
-            "exit_weights": [3, 4, 3, *[0] * (LAYERS - 4), 20],
+            "exit_weights": [3, 4, 3, *[0] * (NUM_LAYERS - 4), 20],
             "layer_dropout": 0.0,
         },
     },
     "medusa": {"class_path": "MedusaTraining", "init_args": {"num_heads": 4}},
 }
-WIDTHS = (1, 2, 3, 5, 7, 9, 17)
-"""Tokens of each row in the calls that are compiled beforehand: of draft, standard decoding, and windows of `auto`."""
+TRAINING_TEXT = "torch/**/*.py"
+"""Sources that the pairs learn from, below the directory of installed packages."""
 
+BATCH_SIZES = (1, 4, 16, 64)
+SAMPLINGS = {"greedy": Sampling(), "temperature 1": Sampling(1.0)}
+NUM_NEW_TOKENS = 160
+NUM_ROUNDS = 40
+"""Rounds that are timed."""
+NUM_PASSES = 3
+"""Passes over the prompts in which both decodings are timed."""
+FORMS = ("eager", "recorded", "recorded and compiled")
+"""Forms of the calls."""
 
-def llama(vocab_size: int, **sizes: int) -> HuggingFaceLM:
-    """A random model in bfloat16."""
-    torch.manual_seed(0)
-    config = {
-        "model_type": "llama",
-        "num_attention_heads": sizes["hidden_size"] // 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 1024 if sizes == SMALL else 4096,
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": sizes != SMALL,
-        **sizes,
-    }
-    with torch.device("cuda"):
-        return HuggingFaceLM(config).to(torch.bfloat16).eval()
-
-
-def read_rate() -> float:
-    """Bytes per second of a sum over 2 GiB: the memory limit of all figures below."""
-    values = torch.ones(2**28, dtype=torch.long, device="cuda")
-    return values.nbytes / _median_seconds(lambda: values.amax())
-
-
-def _median_seconds(call: Callable[[], Any], repeats: int = 20) -> float:
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        call()
-        ended.record()
-        torch.cuda.synchronize()
-        times.append(began.elapsed_time(ended) / 1000)
-    return statistics.median(times)
-
-
-def prompts(batch: int, vocab_size: int, length: int = 64) -> list[list[int]]:
-    """Random prompts."""
-    generator = torch.Generator().manual_seed(batch)
-    return torch.randint(vocab_size, (batch, length), generator=generator).tolist()
-
-
-def calls(quick: bool) -> dict[str, Any]:
-    """Standard decoding of random models of a billion parameters: unchanged, recorded, and recorded and compiled."""
-    rate = read_rate()
-    rows: list[dict[str, Any]] = []
-    for name, sizes in list(SHAPES.items())[: 1 if quick else None]:
-        vocab_size = VOCABULARY[sizes["hidden_size"]]
-        model = llama(**sizes, vocab_size=vocab_size)
-        for form in FORMS[2:] if quick else FORMS:
-            target = model if form == "eager" else model.packed()
-            compile_seconds = compile_layers(target) if "compiled" in form else 0.0
-            for batch in BATCHES[:1] if form == "eager" else BATCHES:
-                texts, tokens = prompts(batch, vocab_size), 16 if form == "eager" else 128
-                for _ in range(2):
-                    result = autoregressive_decode(target, texts, max_new_tokens=tokens)
-                times = result.rows[0].token_seconds
-                seconds = (times[-1] - times[0]) / (tokens - 1)
-                row = {
-                    "model": name,
-                    "parameters": model.num_parameters,
-                    "form": form,
-                    "batch": batch,
-                    "milliseconds_a_token": 1e3 * seconds,
-                    "tokens_per_second": batch / seconds,
-                    "share_of_memory_limit": sum(weight.nbytes for weight in model.parameters())
-                    / seconds
-                    / rate,
-                    "compile_seconds": compile_seconds,
-                }
-                rows.append(row)
-                _show(row)
-        del model, target
-        torch.cuda.empty_cache()
-    return {"read_bytes_per_second": rate, "rows": rows}
-
-
-def rounds(quick: bool) -> list[dict[str, Any]]:
-    """Time of a round outside draft and target, and its transfers between host and device."""
-    sizes = SHAPES["16 layers of 2048 (as Llama 3.2 1B)"]
-    target = llama(**sizes, vocab_size=32000).packed()
-    compile_layers(target)
-    more: dict[str, Any] = {"hidden_size": 2048, "vocab_size": 32000}
-    eagle: dict[str, Any] = {
-        "num_heads": 32,
-        "num_key_heads": 8,
-        "intermediate_size": 8192,
-        "draft_vocabulary": list(range(8000)),
-    }
-    drafters: dict[str, Drafter] = {
-        "early exit": EarlyExitDrafter(2),
-        "heads": MedusaDrafter(4, draft_vocabulary=list(range(8000)), **more),
-    }
-    if not quick:
-        drafters["model"] = ModelDrafter(
-            llama(**{**sizes, "num_hidden_layers": 2}, vocab_size=32000).packed()
-        )
-        drafters["autoregressive head"] = EagleDrafter([2, 8, 14], **more, **eagle)
-    rows: list[dict[str, Any]] = []
-    for name, drafter in drafters.items():
-        drafter = drafter.to("cuda", torch.bfloat16).eval()
-        for batch in BATCHES:
-            # 100 rounds and what the profiler sees, of 5 tokens at most.
-            session = Session(target, drafter, max_length=700, num_draft_tokens=4, batch_size=batch)
-            for text in prompts(batch, 32000):
-                session.add(text, max_new_tokens=600)
-            seconds, phases = _round_seconds(session)
-            row = {
-                "drafter": name,
-                "batch": batch,
-                "milliseconds_a_round": 1e3 * seconds,
-                "draft_milliseconds": 1e3 * phases["draft"],
-                "verify_milliseconds": 1e3 * phases["verify"],
-                "outside_milliseconds": 1e3 * (seconds - phases["draft"] - phases["verify"]),
-                **_meetings(session),
-            }
-            if is_pipelined(drafter):
-                with session._executor.not_pipelined():
-                    row["milliseconds_a_round_not_ahead"] = 1e3 * _round_seconds(session)[0]
-            rows.append(row)
-            _show(row)
-    return rows
-
-
-def _round_seconds(session: Session) -> tuple[float, dict[str, float]]:
-    """Seconds of a round, all and by phase, after some that are not counted."""
-    for _ in range(8):
-        session.step()
-    before = session.timer.seconds()
-    began = time.perf_counter()
-    for _ in range(NUM_ROUNDS):
-        session.step()
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - began) / NUM_ROUNDS
-    return seconds, {
-        key: (value - before[key]) / NUM_ROUNDS for key, value in session.timer.seconds().items()
-    }
-
-
-def _meetings(session: Session, num_rounds: int = 4) -> dict[str, float]:
-    """Copies and synchronizations per round, counted by the profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        for _ in range(num_rounds):
-            session.step()
-    counts: collections.Counter[str] = collections.Counter()
-    for event in seen.events() or ():
-        for part in ("HtoD", "DtoH", "StreamSynchronize", "EventSynchronize", "GraphLaunch"):
-            if part in event.name:
-                counts[part] += 1
-    return {
-        "uploads": counts["HtoD"] / num_rounds,
-        "reads": counts["DtoH"] / num_rounds,
-        "synchronizations": (counts["StreamSynchronize"] + counts["EventSynchronize"]) / num_rounds,
-        "graph_launches": counts["GraphLaunch"] / num_rounds,
-    }
-
-
-def warm(batch: int, shape: str) -> None:
-    """Compile the calls of one batch size into the compiler's cache."""
-    small = shape == "small"
-    model = llama(256, **SMALL) if small else llama(32000, **next(iter(SHAPES.values())))
-    target = model.packed()
-    compile_layers(target)
-    with torch.inference_mode():
-        state = target.init_state(batch, 400)
-        target(
-            torch.zeros(batch, 64, dtype=torch.long, device="cuda"),
-            state,
-            logits_for=slice(-1, None),
-        )
-        for width in WIDTHS if small else (1, 2, 5):
-            target(
-                torch.zeros(batch, width, dtype=torch.long, device="cuda"),
-                state,
-                logits_for=slice(-1, None),
-            )
-
-
-def train(minutes: float, directory: Path) -> dict[str, Any]:
-    """Train a model of 106M parameters with early exits, and one with heads, on Python sources, side by side.
-
-    The configuration is a scaled configs/text.yaml."""
-    site = Path(torch.__file__).parent.parent
-    began, running = time.perf_counter(), {}
-    for name, model in TRAINED.items():
-        config = yaml.safe_load(Path("configs/text.yaml").read_text())
-        config["data"]["init_args"] |= {
-            "paths": str(site / TEXT),
-            "length": 513,
-            "batch_size": 32,
-            "num_train": 65536,
-            "num_val": 64,
-        }
-        target = config["model"]["init_args"]["target"]
-        target["init_args"]["model"] |= SMALL
-        options = {"target": target, "num_draft_tokens": 4, "learning_rate": 0.001}
-        config["model"] = {**model, "init_args": {**options, **model["init_args"]}}
-        trainer = config["trainer"]
-        trainer |= {
-            "max_epochs": 1000,
-            "accelerator": "cuda",
-            "devices": 1,
-            "precision": "bf16-mixed",
-        }
-        keep = {
-            "dirpath": str(directory / name),
-            "filename": "last",
-            "enable_version_counter": False,
-        }
-        trainer["callbacks"] = [
-            {
-                "class_path": "ModelCheckpoint",
-                "init_args": {**keep, "save_on_train_epoch_end": True},
-            },
-            # The learning rate falls with the time.
-            {
-                "class_path": "lightning_specdec.training.optimizers.TimeLimit",
-                "init_args": {"minutes": minutes},
-            },
-        ]
-        trainer["logger"]["init_args"]["save_dir"] = str(directory / "logs")
-        path = directory / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "lightning_specdec", "fit", "--config", str(path)]
-        log = (directory / f"{name}.log").open("w")
-        running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    places = [("small", 2**i) for i in range(7)] + [("large", batch) for batch in BATCHES]
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    for shape, batch in places:
-        command = [sys.executable, __file__, "warm", "--shape", shape, "--batch", str(batch)]
-        with (directory / f"warm_{shape}_{batch}.log").open("w") as log:
-            running[f"warm {shape} {batch}"] = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-    seconds: dict[str, Any] = {}
-    for name, process in running.items():
-        code = process.wait()
-        seconds[name] = time.perf_counter() - began
-        if name in TRAINED or code:
-            log_path = directory / f"{name.replace(' ', '_')}.log"
-            _show(
-                {
-                    "ended": name,
-                    "code": code,
-                    "seconds": seconds[name],
-                    "output": log_path.read_text()[-700:],
-                }
-            )
-    return seconds
-
-
-def _trained(
-    name: str, directory: Path, dtype: torch.dtype
-) -> tuple[SpeculativeDecoder, HuggingFaceLM, Drafter]:
-    (path,) = (directory / name).rglob("last.ckpt")  # in the directory of its run
-    decoder = SpeculativeDecoder.from_checkpoint(path, device="cuda", dtype=dtype)
-    target, drafter = decoder.ready()
-    assert isinstance(target, HuggingFaceLM)
-    return decoder, target, drafter
-
-
-def identity(directory: Path) -> list[dict[str, Any]]:
-    """Compare the outputs of both decodings in float32, recorded and not compiled."""
-    rows: list[dict[str, Any]] = []
-    for name in TRAINED:
-        decoder, target, drafter = _trained(name, directory, torch.float32)
-        for sampled, sampling in SAMPLINGS.items():
-            row = _compare(target, drafter, [decoder.prompts[:8]], sampling, 4, passes=1)
-            kept = {key: row[key] for key in ("same_output", "num_prompts", "block_efficiency")}
-            rows.append({"draft": name, "batch": 8, "sampling": sampled, **kept})
-            _show(rows[-1])
-    return rows
-
-
-def decode(
-    directory: Path, passes: int, seconds: float, keep: Callable[[list[dict[str, Any]]], None]
-) -> list[dict[str, Any]]:
-    """Compare the trained pairs with standard decoding on held-out text, both recorded and compiled.
-
-    No comparison begins after so many seconds."""
-    started = time.perf_counter()
-    rows: list[dict[str, Any]] = []
-    pairs = {name: _trained(name, directory, torch.bfloat16) for name in TRAINED}
-    for _, target, _ in pairs.values():
-        compile_layers(target)
-    settings: list[tuple[str, int, str, int, int | str]] = []
-    for sampled in SAMPLINGS:
-        for window in (4, "auto"):
-            settings += [(name, batch, sampled, 2, window) for batch in BATCHES for name in TRAINED]
-    settings += [
-        ("early_exit", 1, "greedy", layer, window) for layer, window in ((1, 4), (3, 4), (2, 6))
-    ]
-    for name, batch, sampled, layer, window in settings:
-        if time.perf_counter() - started > seconds:
-            _show({"left_out": (name, batch, sampled, layer, window)})
-            continue
-        decoder, target, drafter = pairs[name]
-        drafter = drafter.at(layer) if name == "early_exit" else drafter
-        label = f"exit after layer {layer} of {LAYERS}" if name == "early_exit" else "4 heads"
-        chosen = [decoder.prompts[i % len(decoder.prompts)] for i in range(max(batch, 8))]
-        groups, began = (
-            [chosen[i : i + batch] for i in range(0, len(chosen), batch)],
-            time.perf_counter(),
-        )
-        sampling, costs = SAMPLINGS[sampled], None
-        if window == "auto":
-            costs = load_or_measure(target, drafter, batch_size=batch, sampling=sampling)
-        chosen_window = window if costs is None else AdaptiveWindow(costs)
-        row = _compare(target, drafter, groups, sampling, chosen_window, passes=passes)
-        setting = {"draft": label, "batch": batch, "sampling": sampled, "window": window}
-        if costs is not None:
-            setting["calibration"] = costs.to_dict()
-        rows.append({**setting, **row, "measured_in_seconds": time.perf_counter() - began})
-        _show({key: value for key, value in rows[-1].items() if key != "calibration"})
-        keep(rows)
-    return rows
-
-
-def _compare(
-    target: HuggingFaceLM,
-    drafter: Drafter,
-    groups: Sequence[list[list[int]]],
-    sampling: Sampling,
-    window: Any,
-    passes: int,
-) -> dict[str, Any]:
-    """Alternate standard and speculative decoding over the same prompts, after one uncounted pass of each, in which
-    everything is recorded and compiled."""
-    standard: list[DecodeResult] = []
-    speculative: list[DecodeResult] = []
-    for number in range(passes + 1):
-        for group in groups:
-            one = autoregressive_decode(target, group, max_new_tokens=NEW_TOKENS, sampling=sampling)
-            other = speculative_decode(
-                target,
-                drafter,
-                group,
-                max_new_tokens=NEW_TOKENS,
-                sampling=sampling,
-                num_draft_tokens=window,
-            )
-            if number:
-                standard.append(one)
-                speculative.append(other)
-    ratios = [one.seconds / other.seconds for one, other in zip(standard, speculative, strict=True)]
-    tokens = sum(result.num_new_tokens for result in speculative)
-    rounds = sum(row.num_rounds for result in speculative for row in result.rows)
-    pairs = [
-        (a.tokens, b.tokens)
-        for one, other in zip(standard, speculative, strict=True)
-        for a, b in zip(one.rows, other.rows, strict=True)
-    ]
-    return {
-        "walltime_speedup": sum(r.seconds for r in standard) / sum(r.seconds for r in speculative),
-        "speedup_behind_the_first_token": _seconds_behind_first(standard)
-        / _seconds_behind_first(speculative),
-        "smallest": min(ratios),
-        "median": statistics.median(ratios),
-        "largest": max(ratios),
-        "block_efficiency": tokens / rounds,
-        "standard_tokens_per_second": sum(r.num_new_tokens for r in standard)
-        / sum(r.seconds for r in standard),
-        "speculative_tokens_per_second": tokens / sum(r.seconds for r in speculative),
-        "phase_milliseconds_a_round": _phases(speculative),
-        "phase_milliseconds_a_token": _phases(standard),
-        "same_output": sum(one == other for one, other in pairs) // passes,
-        "num_prompts": len(pairs) // passes,
-    }
-
-
-def _seconds_behind_first(results: Sequence[DecodeResult]) -> float:
-    """Seconds of what follows the reading of the prompts, which neither decoding records."""
-    ends = [
-        (min(r.token_seconds[0] for r in each.rows), max(r.token_seconds[-1] for r in each.rows))
-        for each in results
-    ]
-    return sum(last - first for first, last in ends)
-
-
-def _phases(results: Sequence[DecodeResult]) -> dict[str, float]:
-    """Milliseconds of each phase by target call."""
-    calls = sum(result.num_target_calls for result in results)
-    names = results[0].phase_seconds
-    return {
-        name: round(1e3 * sum(r.phase_seconds[name] for r in results) / calls, 4) for name in names
-    }
-
-
-def _show(row: dict[str, Any]) -> None:
-    print(
-        *(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
-        flush=True,
-    )
+SMALL_WIDTHS = (1, 2, 3, 5, 7, 9, 17)
+"""Tokens of each row in the calls of the trained models that `warm` compiles: calls of a draft, of
+standard decoding, and of the windows of `auto`."""
+LARGE_WIDTHS = (1, 2, 5)
+"""The same for the models of random weights."""
 
 
 def main() -> None:
+    options = make_parser().parse_args()
+    if options.parts == ["warm"]:
+        warm(options.batch, options.shape)
+        return
+    if options.output is None:
+        make_parser().error("--output is missing")
+
+    directory = options.directory or Path(tempfile.mkdtemp())
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = {"parts": options.parts, "minutes": options.minutes, "quick": options.quick}
+    record: dict[str, Any] = {"manifest": manifest(options=settings, device=torch.device("cuda"))}
+
+    def save(part: str, result: Any) -> None:
+        record[part] = result
+        options.output.write_text(json.dumps(record, indent=1))
+
+    num_passes = 2 if options.quick else NUM_PASSES
+    seconds = options.decode_seconds
+    parts: dict[str, Callable[[], Any]] = {
+        "train": lambda: train(options.minutes, directory),
+        "decode": lambda: decode(directory, num_passes, seconds, partial(save, "decode")),
+        "identity": lambda: identity(directory),
+        "calls": lambda: calls(options.quick),
+        "rounds": lambda: rounds(options.quick),
+    }
+    for part in options.parts:
+        save(part, parts[part]())
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -495,48 +148,566 @@ def main() -> None:
         "parts", nargs="+", choices=("train", "decode", "identity", "calls", "rounds", "warm")
     )
     parser.add_argument(
-        "--minutes", type=float, default=4.0, help="training time of the two models, side by side"
+        "--minutes",
+        type=float,
+        default=4.0,
+        help="training time of the two models, which train at the same time",
     )
     parser.add_argument(
         "--directory", type=Path, help="directory of the trained models (default: a temporary one)"
     )
-    parser.add_argument("--output", type=Path, help="file for what is measured")
+    parser.add_argument("--output", type=Path, help="file for the results")
     parser.add_argument(
-        "--quick", action="store_true", help="fewer passes, one model and one form of calls"
+        "--quick", action="store_true", help="fewer passes, one model, and one form of calls"
     )
     parser.add_argument(
-        "--decode_seconds", type=float, default=float("inf"), help="time after which decode ends"
+        "--decode_seconds", type=float, default=float("inf"), help="time limit of decode"
     )
-    parser.add_argument("--batch", type=int, default=1, help="of warm")
-    parser.add_argument("--shape", choices=("small", "large"), default="small", help="of warm")
-    options = parser.parse_args()
-    if options.parts == ["warm"]:
-        return warm(options.batch, options.shape)
-    if options.output is None:
-        parser.error("--output is missing")
-    directory = options.directory or Path(tempfile.mkdtemp())
-    directory.mkdir(parents=True, exist_ok=True)
-    chosen = {"parts": options.parts, "minutes": options.minutes, "quick": options.quick}
-    made: dict[str, Any] = {"manifest": manifest(options=chosen, device=torch.device("cuda"))}
+    parser.add_argument("--batch", type=int, default=1, help="batch size for warm")
+    parser.add_argument(
+        "--shape", choices=("small", "large"), default="small", help="model for warm"
+    )
+    return parser
 
-    def keep(part: str, rows: Any) -> None:
-        made[part] = rows
-        options.output.write_text(json.dumps(made, indent=1))
 
-    parts: dict[str, Callable[[], Any]] = {
-        "train": lambda: train(options.minutes, directory),
-        "decode": lambda: decode(
-            directory,
-            2 if options.quick else PASSES,
-            options.decode_seconds,
-            lambda rows: keep("decode", rows),
-        ),
-        "identity": lambda: identity(directory),
-        "calls": lambda: calls(options.quick),
-        "rounds": lambda: rounds(options.quick),
+def calls(quick: bool) -> dict[str, Any]:
+    """Standard decoding of random models of a billion parameters, with each form of calls."""
+    read_rate = measure_read_rate()
+    names = list(LARGE_SHAPES)
+    forms: Sequence[str] = FORMS
+    if quick:
+        names = names[:1]
+        forms = FORMS[2:]
+
+    rows: list[Row] = []
+    for name in names:
+        for row in measure_model_calls(name, forms, read_rate):
+            rows.append(row)
+            show(row)
+        # The next model needs the memory.
+        torch.cuda.empty_cache()
+    return {"read_bytes_per_second": read_rate, "rows": rows}
+
+
+def measure_model_calls(name: str, forms: Sequence[str], read_rate: float) -> Iterator[Row]:
+    """The time of a token in each form of calls and for each batch size."""
+    shape = LARGE_SHAPES[name]
+    vocab_size = VOCABULARY_SIZES[shape["hidden_size"]]
+    model = make_llama(shape, vocab_size)
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    for form in forms:
+        target = model
+        batch_sizes: Sequence[int] = BATCH_SIZES[:1]
+        num_tokens = 16
+        if form != "eager":
+            target = model.packed()
+            batch_sizes = BATCH_SIZES
+            num_tokens = 128
+        compile_seconds = compile_layers(target) if "compiled" in form else 0.0
+
+        for batch_size in batch_sizes:
+            seconds = seconds_per_token(target, random_prompts(batch_size, vocab_size), num_tokens)
+            yield {
+                "model": name,
+                "parameters": model.num_parameters,
+                "form": form,
+                "batch": batch_size,
+                "milliseconds_a_token": 1e3 * seconds,
+                "tokens_per_second": batch_size / seconds,
+                "share_of_memory_limit": num_bytes / seconds / read_rate,
+                "compile_seconds": compile_seconds,
+            }
+
+
+def seconds_per_token(target: HuggingFaceLM, prompts: list[list[int]], num_tokens: int) -> float:
+    """Seconds of standard decoding between two tokens, after a run that is not timed."""
+    for _ in range(2):
+        result = autoregressive_decode(target, prompts, max_new_tokens=num_tokens)
+    times = result.rows[0].token_seconds
+    return (times[-1] - times[0]) / (num_tokens - 1)
+
+
+def measure_read_rate() -> float:
+    """Bytes per second of a sum over 2 GiB: the memory limit of all figures below."""
+    values = torch.ones(2**28, dtype=torch.long, device="cuda")
+    return values.nbytes / median_seconds(lambda: values.amax())
+
+
+def median_seconds(call: Callable[[], Any], num_repeats: int = 20) -> float:
+    for _ in range(3):
+        call()
+    seconds = []
+    for _ in range(num_repeats):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000)
+    return statistics.median(seconds)
+
+
+def rounds(quick: bool) -> list[Row]:
+    """Time of a round outside draft and target, and its transfers between host and device."""
+    shape = LARGE_SHAPES["16 layers of 2048 (as Llama 3.2 1B)"]
+    target = make_llama(shape, ROUNDS_VOCABULARY_SIZE).packed()
+    compile_layers(target)
+
+    rows: list[Row] = []
+    for name, drafter in random_drafters(shape, quick).items():
+        drafter = drafter.to("cuda", torch.bfloat16).eval()
+        for batch_size in BATCH_SIZES:
+            row = {"drafter": name, "batch": batch_size}
+            row.update(measure_rounds(target, drafter, batch_size))
+            rows.append(row)
+            show(row)
+    return rows
+
+
+def random_drafters(shape: Mapping[str, int], quick: bool) -> dict[str, Drafter]:
+    """Drafters with random weights for a target of this shape, by their names in the record."""
+    sizes: dict[str, Any] = {"hidden_size": 2048, "vocab_size": ROUNDS_VOCABULARY_SIZE}
+    draft_vocabulary = list(range(8000))
+    drafters: dict[str, Drafter] = {
+        "early exit": EarlyExitDrafter(2),
+        "heads": MedusaDrafter(4, draft_vocabulary=draft_vocabulary, **sizes),
     }
-    for part in options.parts:
-        keep(part, parts[part]())
+    if not quick:
+        draft_shape = {**shape, "num_hidden_layers": 2}
+        draft_model = make_llama(draft_shape, ROUNDS_VOCABULARY_SIZE)
+        drafters["model"] = ModelDrafter(draft_model.packed())
+        drafters["autoregressive head"] = EagleDrafter(
+            [2, 8, 14],
+            num_heads=32,
+            num_key_heads=8,
+            intermediate_size=8192,
+            draft_vocabulary=draft_vocabulary,
+            **sizes,
+        )
+    return drafters
+
+
+def measure_rounds(target: HuggingFaceLM, drafter: Drafter, batch_size: int) -> Row:
+    """The time and the transfers of a round with this drafter."""
+    # The session has room for 100 rounds of 5 tokens and for those that the profiler sees.
+    session = Session(target, drafter, max_length=700, num_draft_tokens=4, batch_size=batch_size)
+    for prompt in random_prompts(batch_size, ROUNDS_VOCABULARY_SIZE):
+        session.add(prompt, max_new_tokens=600)
+
+    seconds, phases = round_seconds(session)
+    row = {
+        "milliseconds_a_round": 1e3 * seconds,
+        "draft_milliseconds": 1e3 * phases["draft"],
+        "verify_milliseconds": 1e3 * phases["verify"],
+        "outside_milliseconds": 1e3 * (seconds - phases["draft"] - phases["verify"]),
+        **transfers_per_round(session),
+    }
+    if is_pipelined(drafter):
+        with session._executor.not_pipelined():
+            row["milliseconds_a_round_not_ahead"] = 1e3 * round_seconds(session)[0]
+    return row
+
+
+def round_seconds(session: Session) -> tuple[float, dict[str, float]]:
+    """Seconds of a round, in total and by phase, after some rounds that are not timed."""
+    for _ in range(8):
+        session.step()
+
+    phases_before = session.timer.seconds()
+    start = time.perf_counter()
+    for _ in range(NUM_ROUNDS):
+        session.step()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - start) / NUM_ROUNDS
+
+    phases = {}
+    for phase, phase_seconds in session.timer.seconds().items():
+        phases[phase] = (phase_seconds - phases_before[phase]) / NUM_ROUNDS
+    return seconds, phases
+
+
+def transfers_per_round(session: Session, num_rounds: int = 4) -> dict[str, float]:
+    """Copies, synchronizations, and launched graphs of a round, counted by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_rounds):
+            session.step()
+    counts: collections.Counter[str] = collections.Counter()
+    for event in profiler.events() or ():
+        for name in ("HtoD", "DtoH", "StreamSynchronize", "EventSynchronize", "GraphLaunch"):
+            if name in event.name:
+                counts[name] += 1
+    num_synchronizations = counts["StreamSynchronize"] + counts["EventSynchronize"]
+    return {
+        "uploads": counts["HtoD"] / num_rounds,
+        "reads": counts["DtoH"] / num_rounds,
+        "synchronizations": num_synchronizations / num_rounds,
+        "graph_launches": counts["GraphLaunch"] / num_rounds,
+    }
+
+
+def warm(batch_size: int, shape: str) -> None:
+    """Compile the calls of one batch size into the compiler's cache."""
+    if shape == "small":
+        model = make_llama(SMALL_SHAPE, 256)
+        widths: Sequence[int] = SMALL_WIDTHS
+    else:
+        model = make_llama(next(iter(LARGE_SHAPES.values())), ROUNDS_VOCABULARY_SIZE)
+        widths = LARGE_WIDTHS
+
+    target = model.packed()
+    compile_layers(target)
+    with torch.inference_mode():
+        state = target.init_state(batch_size, 400)
+        # A prompt, and then the calls of rounds.
+        for width in (64, *widths):
+            tokens = torch.zeros(batch_size, width, dtype=torch.long, device="cuda")
+            target(tokens, state, logits_for=slice(-1, None))
+
+
+def train(minutes: float, directory: Path) -> dict[str, Any]:
+    """Train a model of 106M parameters with early exits, and one with heads, on Python sources.
+
+    Both train at the same time, and the calls of the other parts are compiled meanwhile.
+
+    Returns:
+        Seconds after which each process ended.
+    """
+    start = time.perf_counter()
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    for name in TRAININGS:
+        config_path = directory / f"{name}.yaml"
+        config_path.write_text(yaml.safe_dump(training_config(name, minutes, directory)))
+        command = [sys.executable, "-m", "lightning_specdec", "fit", "--config", str(config_path)]
+        processes[name] = start_process(command, log_path(directory, name))
+
+    warmed = [("small", 2**power) for power in range(7)]
+    warmed += [("large", batch_size) for batch_size in BATCH_SIZES]
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    for shape, batch_size in warmed:
+        name = f"warm {shape} {batch_size}"
+        command = [sys.executable, __file__, "warm", "--shape", shape, "--batch", str(batch_size)]
+        processes[name] = start_process(command, log_path(directory, name), environment)
+
+    seconds: dict[str, Any] = {}
+    for name, process in processes.items():
+        code = process.wait()
+        seconds[name] = time.perf_counter() - start
+        if name in TRAININGS or code:
+            output = log_path(directory, name).read_text()[-700:]
+            show({"ended": name, "code": code, "seconds": seconds[name], "output": output})
+    return seconds
+
+
+def training_config(name: str, minutes: float, directory: Path) -> dict[str, Any]:
+    """A scaled configs/text.yaml for one of `TRAININGS`."""
+    config: dict[str, Any] = yaml.safe_load(Path("configs/text.yaml").read_text())
+    site_packages = Path(torch.__file__).parent.parent
+    config["data"]["init_args"].update(
+        paths=str(site_packages / TRAINING_TEXT),
+        length=513,
+        batch_size=32,
+        num_train=65536,
+        num_val=64,
+    )
+
+    target = config["model"]["init_args"]["target"]
+    target["init_args"]["model"].update(SMALL_SHAPE)
+    training = TRAININGS[name]
+    arguments = {"target": target, "num_draft_tokens": 4, "learning_rate": 0.001}
+    config["model"] = {**training, "init_args": {**arguments, **training["init_args"]}}
+
+    checkpoint_callback = {
+        "class_path": "ModelCheckpoint",
+        "init_args": {
+            "dirpath": str(directory / name),
+            "filename": "last",
+            "enable_version_counter": False,
+            "save_on_train_epoch_end": True,
+        },
+    }
+    # The learning rate falls with the time.
+    time_limit = {
+        "class_path": "lightning_specdec.training.optimizers.TimeLimit",
+        "init_args": {"minutes": minutes},
+    }
+    trainer = config["trainer"]
+    trainer.update(max_epochs=1000, accelerator="cuda", devices=1, precision="bf16-mixed")
+    trainer["callbacks"] = [checkpoint_callback, time_limit]
+    trainer["logger"]["init_args"]["save_dir"] = str(directory / "logs")
+    return config
+
+
+def log_path(directory: Path, name: str) -> Path:
+    """The file with what a process prints."""
+    return directory / f"{name.replace(' ', '_')}.log"
+
+
+def start_process(
+    command: list[str], log: Path, environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that prints to a file."""
+    with log.open("w") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+def load_trained(
+    name: str, directory: Path, dtype: torch.dtype
+) -> tuple[SpeculativeDecoder, HuggingFaceLM, Drafter]:
+    """A trained pair: its decoder, and its target and drafter in the forms that decode."""
+    # The checkpoint is in the directory of its run.
+    (path,) = (directory / name).rglob("last.ckpt")
+    decoder = SpeculativeDecoder.from_checkpoint(path, device="cuda", dtype=dtype)
+    target, drafter = decoder.ready()
+    assert isinstance(target, HuggingFaceLM)
+    return decoder, target, drafter
+
+
+def identity(directory: Path) -> list[Row]:
+    """Compare the outputs of both decodings in float32, recorded and not compiled."""
+    rows: list[Row] = []
+    for name in TRAININGS:
+        decoder, target, drafter = load_trained(name, directory, torch.float32)
+        for sampling_name, sampling in SAMPLINGS.items():
+            figures = compare(target, drafter, [decoder.prompts[:8]], sampling, 4, num_passes=1)
+            row: Row = {"draft": name, "batch": 8, "sampling": sampling_name}
+            for figure in ("same_output", "num_prompts", "block_efficiency"):
+                row[figure] = figures[figure]
+            rows.append(row)
+            show(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class DecodeSetting:
+    """What one comparison of `decode` measures.
+
+    Args:
+        draft: one of `TRAININGS`.
+        exit_layer: layers that draft, for the pair with early exits.
+        window: number of draft tokens, or `auto`.
+    """
+
+    draft: str
+    batch_size: int
+    sampling: str
+    exit_layer: int
+    window: int | str
+
+    @property
+    def label(self) -> str:
+        """The draft's name in the record."""
+        if self.draft == "early_exit":
+            return f"exit after layer {self.exit_layer} of {NUM_LAYERS}"
+        return "4 heads"
+
+
+def decode_settings() -> list[DecodeSetting]:
+    """The comparisons of `decode`, the most important ones first."""
+    settings = []
+    for sampling in SAMPLINGS:
+        for window in (4, "auto"):
+            for batch_size in BATCH_SIZES:
+                for draft in TRAININGS:
+                    settings.append(DecodeSetting(draft, batch_size, sampling, 2, window))
+    # Other exits, and a longer window.
+    for exit_layer, num_draft_tokens in ((1, 4), (3, 4), (2, 6)):
+        settings.append(DecodeSetting("early_exit", 1, "greedy", exit_layer, num_draft_tokens))
+    return settings
+
+
+def decode(
+    directory: Path, num_passes: int, seconds: float, save: Callable[[list[Row]], None]
+) -> list[Row]:
+    """Compare the trained pairs with standard decoding on held-out text.
+
+    The calls of both are recorded and compiled.
+
+    Args:
+        seconds: time after which no further comparison begins.
+        save: called with the rows after each comparison.
+    """
+    start = time.perf_counter()
+    rows: list[Row] = []
+    pairs = {name: load_trained(name, directory, torch.bfloat16) for name in TRAININGS}
+    for _, target, _ in pairs.values():
+        compile_layers(target)
+
+    for setting in decode_settings():
+        if time.perf_counter() - start > seconds:
+            show({"left_out": astuple(setting)})
+            continue
+        decoder, target, drafter = pairs[setting.draft]
+        if setting.draft == "early_exit":
+            drafter = drafter.at(setting.exit_layer)
+        row = measure_decode(setting, decoder, target, drafter, num_passes)
+        rows.append(row)
+        show({name: value for name, value in row.items() if name != "calibration"})
+        save(rows)
+    return rows
+
+
+def measure_decode(
+    setting: DecodeSetting,
+    decoder: SpeculativeDecoder,
+    target: HuggingFaceLM,
+    drafter: Drafter,
+    num_passes: int,
+) -> Row:
+    """One comparison of `decode`."""
+    batch_size = setting.batch_size
+    prompts = []
+    for number in range(max(batch_size, 8)):
+        prompts.append(decoder.prompts[number % len(decoder.prompts)])
+    batches = []
+    for first in range(0, len(prompts), batch_size):
+        batches.append(prompts[first : first + batch_size])
+
+    start = time.perf_counter()
+    sampling = SAMPLINGS[setting.sampling]
+    row: Row = {
+        "draft": setting.label,
+        "batch": batch_size,
+        "sampling": setting.sampling,
+        "window": setting.window,
+    }
+    window: Any = setting.window
+    if window == "auto":
+        costs = load_or_measure(target, drafter, batch_size=batch_size, sampling=sampling)
+        window = AdaptiveWindow(costs)
+        row["calibration"] = costs.to_dict()
+    row.update(compare(target, drafter, batches, sampling, window, num_passes=num_passes))
+    row["measured_in_seconds"] = time.perf_counter() - start
+    return row
+
+
+def compare(
+    target: HuggingFaceLM,
+    drafter: Drafter,
+    batches: Sequence[list[list[int]]],
+    sampling: Sampling,
+    window: Any,
+    num_passes: int,
+) -> Row:
+    """Alternate standard and speculative decoding over the same prompts.
+
+    The first pass is not counted: it records and compiles everything.
+    """
+    standard: list[DecodeResult] = []
+    speculative: list[DecodeResult] = []
+    for pass_number in range(num_passes + 1):
+        for prompts in batches:
+            standard_result = autoregressive_decode(
+                target, prompts, max_new_tokens=NUM_NEW_TOKENS, sampling=sampling
+            )
+            speculative_result = speculative_decode(
+                target,
+                drafter,
+                prompts,
+                max_new_tokens=NUM_NEW_TOKENS,
+                sampling=sampling,
+                num_draft_tokens=window,
+            )
+            if pass_number > 0:
+                standard.append(standard_result)
+                speculative.append(speculative_result)
+    return comparison_figures(standard, speculative, num_passes)
+
+
+def comparison_figures(
+    standard: Sequence[DecodeResult], speculative: Sequence[DecodeResult], num_passes: int
+) -> Row:
+    """Speeds, their ratios, and the number of equal outputs."""
+    ratios = []
+    num_rounds = 0
+    num_outputs = 0
+    num_equal = 0
+    for standard_result, speculative_result in zip(standard, speculative, strict=True):
+        ratios.append(standard_result.seconds / speculative_result.seconds)
+        rows = zip(standard_result.rows, speculative_result.rows, strict=True)
+        for standard_row, speculative_row in rows:
+            num_rounds += speculative_row.num_rounds
+            num_outputs += 1
+            num_equal += standard_row.tokens == speculative_row.tokens
+
+    num_tokens = total_tokens(speculative)
+    standard_seconds = total_seconds(standard)
+    speculative_seconds = total_seconds(speculative)
+    later_speedup = seconds_after_first(standard) / seconds_after_first(speculative)
+    return {
+        "walltime_speedup": standard_seconds / speculative_seconds,
+        "speedup_behind_the_first_token": later_speedup,
+        "smallest": min(ratios),
+        "median": statistics.median(ratios),
+        "largest": max(ratios),
+        "block_efficiency": num_tokens / num_rounds,
+        "standard_tokens_per_second": total_tokens(standard) / standard_seconds,
+        "speculative_tokens_per_second": num_tokens / speculative_seconds,
+        "phase_milliseconds_a_round": phase_milliseconds(speculative),
+        "phase_milliseconds_a_token": phase_milliseconds(standard),
+        "same_output": num_equal // num_passes,
+        "num_prompts": num_outputs // num_passes,
+    }
+
+
+def total_tokens(results: Iterable[DecodeResult]) -> int:
+    return sum(result.num_new_tokens for result in results)
+
+
+def total_seconds(results: Iterable[DecodeResult]) -> float:
+    return sum(result.seconds for result in results)
+
+
+def seconds_after_first(results: Iterable[DecodeResult]) -> float:
+    """Seconds after the prompts were read, which neither decoding records."""
+    seconds = 0.0
+    for result in results:
+        first = min(row.token_seconds[0] for row in result.rows)
+        last = max(row.token_seconds[-1] for row in result.rows)
+        seconds += last - first
+    return seconds
+
+
+def phase_milliseconds(results: Sequence[DecodeResult]) -> dict[str, float]:
+    """Milliseconds of each phase per target call."""
+    num_calls = sum(result.num_target_calls for result in results)
+    milliseconds = {}
+    for phase in results[0].phase_seconds:
+        seconds = sum(result.phase_seconds[phase] for result in results)
+        milliseconds[phase] = round(1e3 * seconds / num_calls, 4)
+    return milliseconds
+
+
+def make_llama(shape: Mapping[str, int], vocab_size: int) -> HuggingFaceLM:
+    """A random model in bfloat16."""
+    torch.manual_seed(0)
+    is_small = shape == SMALL_SHAPE
+    config = {
+        "model_type": "llama",
+        "num_attention_heads": shape["hidden_size"] // 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 1024 if is_small else 4096,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": not is_small,
+        **shape,
+    }
+    with torch.device("cuda"):
+        return HuggingFaceLM(config).to(torch.bfloat16).eval()
+
+
+def random_prompts(batch_size: int, vocab_size: int, length: int = 64) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(batch_size)
+    return torch.randint(vocab_size, (batch_size, length), generator=generator).tolist()
+
+
+def show(row: Row) -> None:
+    texts = []
+    for name, value in row.items():
+        text = f"{value:.3f}" if isinstance(value, float) else str(value)
+        texts.append(f"{name}={text}")
+    print(*texts, flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record_tables import markdown_table
+from markdown_tables import records_table, text_column
 
 from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.checkpoints import archive
@@ -243,15 +243,14 @@ def make_record(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """What each recipe's kills lost, and how many runs ended like the uninterrupted one."""
     columns = {
-        "Recipe": "recipe",
-        "Steps of a run": "steps",
-        "Kills": "kills",
-        "Longest time lost, s": "most_seconds_since_checkpoint",
-        "Runs": "runs",
-        "Same weights": "same_weights",
+        "Recipe": text_column("recipe"),
+        "Steps of a run": text_column("steps"),
+        "Kills": text_column("kills"),
+        "Longest time lost, s": text_column("most_seconds_since_checkpoint"),
+        "Runs": text_column("runs"),
+        "Same weights": text_column("same_weights"),
     }
-    lines = [[str(row[name]) for name in columns.values()] for row in rows]
-    return markdown_table(list(columns), lines)
+    return records_table(columns, rows)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from peers_methods import CONTEXT, METHODS, Load, Method, Setting, worker_name
-from peers_tables import batches, beside_genai, fastest, own_table, table
+from peers_tables import batches, compared_with_genai, fastest, own_table, table
 from spec_bench import TASKS
 
 from lightning_specdec.bench.manifest import manifest
@@ -316,7 +316,9 @@ class Run:
 
     def measure(self, part: str, engines: dict[str, Engine], jobs: Sequence[Job]) -> None:
         """Measure what is missing, prompt by prompt, the methods in random order."""
-        rows = [row for job in jobs for row in self.missing(part, job)]
+        rows = []
+        for job in jobs:
+            rows += self.missing(part, job)
         turns = itertools.product(range(self.options.repeats), self.texts(part))
         for turn, (repeat, (label, prompts)) in enumerate(turns):
             turn_rows = [row for row in rows if row["prompt"] == label and row["repeat"] == repeat]
@@ -373,8 +375,6 @@ class Run:
 
     def texts(self, part: str) -> list[Text]:
         """What the requests of a part ask, by label."""
-        if part == "tune":
-            return [(prompt.id, [prompt.tokens]) for prompt in self.tuning]
         if part == "batch":
             all_tokens = [prompt.tokens for prompt in self.prompts]
             return [(f"first {size}", all_tokens[:size]) for size in BATCH_SIZES]
@@ -383,7 +383,8 @@ class Run:
             for prompt in reversed(self.prompts):
                 joined += prompt.tokens
             return [(f"last {CONTEXT} tokens of all", [joined[-CONTEXT:]])]
-        return [(prompt.id, [prompt.tokens]) for prompt in self.prompts]
+        single_prompts = self.tuning if part == "tune" else self.prompts
+        return [(prompt.id, [prompt.tokens]) for prompt in single_prompts]
 
     def jobs(self, part: str) -> list[Job]:
         """What a part measures: all candidates, or the fastest of each method."""
@@ -463,15 +464,23 @@ def best(rows: Sequence[Row], method: Method) -> tuple[Load, Setting]:
     best_speed = 0.0
     for load, setting in candidates:
         job = {"part": "tune", "method": method.name, "load": load, "setting": setting}
-        job_rows = [row for row in rows if job_key(row) == job_key(job)]
-        if not job_rows or any("seconds" not in row for row in job_rows):
-            continue
-        seconds = sum(row["seconds"] for row in job_rows)
-        speed = sum(row["num_tokens"] for row in job_rows) / seconds
+        speed = tuning_speed([row for row in rows if job_key(row) == job_key(job)])
         if speed > best_speed:
             best_speed = speed
             best_candidate = (load, setting)
     return best_candidate
+
+
+def tuning_speed(rows: Sequence[Row]) -> float:
+    """Tokens per second of a candidate; 0 if it was not measured or failed on a prompt."""
+    num_tokens = 0
+    seconds = 0.0
+    for row in rows:
+        if "seconds" not in row:
+            return 0.0
+        num_tokens += row["num_tokens"]
+        seconds += row["seconds"]
+    return num_tokens / seconds if rows else 0.0
 
 
 def with_differences(rows: Sequence[Row], gap: Callable[..., float]) -> list[Row]:
@@ -592,10 +601,8 @@ def main() -> None:
     run = Run(options, TextTokenizer.load(options.model))
     for part in options.parts:
         run.go(part)
-    tables = [
-        make_table(run.rows) for make_table in (table, fastest, beside_genai, batches, own_table)
-    ]
-    print("\n\n".join(tables))
+    for make_table in (table, fastest, compared_with_genai, batches, own_table):
+        print(f"{make_table(run.rows)}\n")
     if options.output:
         write(options, run)
 

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from markdown_tables import markdown_table
 from peers_methods import METHODS, PRECISIONS, Method, worker_name
-from record_tables import markdown_table
 
 Row = dict[str, Any]
 Cells = dict[Any, dict[str, float]]
@@ -81,10 +81,10 @@ def table(rows: Sequence[Row], part: str = "prompts") -> str:
         "Type",
         "Method",
         "tokens/s",
-        "after the first",
-        "tokens a call",
+        "tokens/s after the first token",
+        "tokens per call",
         "first token, ms",
-        "beside our standard (95% interval)",
+        "speed over our standard decoding (95% interval)",
         "answers that differ (widest gap)",
         "memory, MB",
     )
@@ -107,27 +107,32 @@ def _speed_figures(
 ) -> Sequence[str]:
     """A method's columns after its labels in `table`."""
     num_prompts = len(method_cells)
-    num_tokens = sum(cell["num_tokens"] for cell in method_cells.values())
-    num_calls = sum(cell["calls"] for cell in method_cells.values())
+    num_tokens = _total(method_cells, "num_tokens")
+    num_calls = _total(method_cells, "calls")
     first_seconds = [cell["first"] for cell in method_cells.values()]
-    later_seconds = sum(cell["seconds"] - cell["first"] for cell in method_cells.values())
+    later_seconds = _total(method_cells, "seconds") - sum(first_seconds)
 
-    beside_standard = "-"
+    over_standard = "-"
     standard_cells = cells(rows, part, method.our_standard)
     if set(standard_cells) & set(method_cells):
-        beside_standard = ratio_text(method_cells, standard_cells)
+        over_standard = ratio_text(method_cells, standard_cells)
         if num_prompts == 1:
             # One prompt has no interval.
-            beside_standard = beside_standard.split()[0]
+            over_standard = over_standard.split()[0]
     return (
         f"{speed(method_cells.values()):.1f}",
         f"{(num_tokens - num_prompts) / later_seconds:.1f}",
         f"{num_tokens / num_calls:.2f}",
         f"{1000 * statistics.median(first_seconds):.0f}",
-        beside_standard,
+        over_standard,
         _differing_answers(rows, part, method),
         _peak_memory(rows, part, method),
     )
+
+
+def _total(method_cells: Cells, name: str) -> float:
+    """Sum of a figure over the prompts."""
+    return sum(cell[name] for cell in method_cells.values())
 
 
 def _fastest_first(lines: list[tuple[float, Sequence[str]]]) -> list[Sequence[str]]:
@@ -169,11 +174,10 @@ def _peak_memory(rows: Sequence[Row], part: str, method: Method) -> str:
     for row in rows:
         if row["part"] == part and row["method"] == method.name:
             workers.add(worker_name(method.engine, row["load"]))
-    peak_bytes = [
-        row["peak_bytes"]
-        for row in rows
-        if row["part"] == "memory" and row["prompt"] == part and row["method"] in workers
-    ]
+    peak_bytes = []
+    for row in rows:
+        if row["part"] == "memory" and row["prompt"] == part and row["method"] in workers:
+            peak_bytes.append(row["peak_bytes"])
     if not peak_bytes:
         return "-"
     return f"{max(peak_bytes) / 1e6:.0f}"
@@ -232,8 +236,8 @@ def own_table(rows: Sequence[Row]) -> str:
         "Type",
         "Method",
         "temperature 1, tokens/s",
-        "beside standard there (95% interval)",
-        "outside the models, ms a round",
+        "speed over standard decoding (95% interval)",
+        "outside the models, ms per round",
     )
     lines = []
     for method in METHODS.values():
@@ -246,16 +250,16 @@ def own_table(rows: Sequence[Row]) -> str:
         speed_text = "-"
         if sampled:
             speed_text = f"{speed(sampled.values()):.1f}"
-        beside_standard = "-"
+        over_standard = "-"
         if sampled and standard:
-            beside_standard = ratio_text(sampled, standard)
+            over_standard = ratio_text(sampled, standard)
         lines.append(
             (
                 method.engine.removeprefix("ours "),
                 method.precision,
                 method.decoding,
                 speed_text,
-                beside_standard,
+                over_standard,
                 f"{milliseconds_outside(rows, method.name):.2f}",
             )
         )
@@ -275,7 +279,7 @@ def milliseconds_outside(rows: Iterable[Row], method: str) -> float:
     return 1000 * seconds / num_rounds
 
 
-def beside_genai(rows: Sequence[Row]) -> str:
+def compared_with_genai(rows: Sequence[Row]) -> str:
     """Ratios of our speed and of our time to the first token over OpenVINO GenAI's."""
     lines = []
     for precision in PRECISIONS:
@@ -312,7 +316,7 @@ def _by_decoding(rows: Sequence[Row], engine: str, precision: str) -> dict[str, 
 
 def _first_tokens(method_cells: Cells) -> Cells:
     """The same prompts as if only their first token had been decoded."""
-    return {
-        prompt: {"num_tokens": 1.0, "seconds": cell["first"]}
-        for prompt, cell in method_cells.items()
-    }
+    first_token_cells = {}
+    for prompt, cell in method_cells.items():
+        first_token_cells[prompt] = {"num_tokens": 1.0, "seconds": cell["first"]}
+    return first_token_cells

@@ -146,8 +146,8 @@ def answer(record: dict[str, Any]) -> str:
     )
     elements += [
         _box(LEFT, y + 12, 14, 14, "kept"),
-        _text(LEFT + 22, y + 24, "proposed by the draft and kept", "plain soft"),
-        _text(280, y + 24, "the rest is the target's own token of each call", "plain soft"),
+        _text(LEFT + 22, y + 24, "draft token, accepted", "plain soft"),
+        _text(280, y + 24, "the other tokens are the target's, one in each call", "plain soft"),
         _text(LEFT, y + 48, conditions, "plain soft"),
     ]
     return _svg(y + 66, elements, f"An answer of SmolLM2, {speedup:.2f}x faster with a draft")
@@ -177,7 +177,7 @@ def _marked_line(y: int, line: Sequence[tuple[int, Outcome, str]]) -> list[str]:
 
 
 def _wrapped(pieces: Sequence[tuple[Outcome, str]]) -> Iterator[list[tuple[int, Outcome, str]]]:
-    """Lines of (column, outcome, text), wrapped at words."""
+    """Lines of (column, outcome, text), wrapped between words."""
     outcomes: list[Outcome] = []
     text = ""
     for outcome, piece in pieces:
@@ -225,15 +225,14 @@ def one_round() -> str:
     target_tokens = [("own", "on"), ("own", "the"), ("own", "mat"), ("empty", "unused")]
     verdict = [("kept", "on"), ("kept", "the"), ("own", "mat")]
     caption = (
-        "Three new tokens for one call of the target. "
-        "The rejected token gives way to the target's own."
+        "Three new tokens for one call of the target. The target's token replaces the rejected one."
     )
     elements = [
         _text(LEFT, 32, "A round", "plain head"),
         *_words(56, "text", text),
         *_words(116, "1. the draft proposes", proposed, first_column=3),
         *_words(176, "2. the target, in one call", target_tokens, first_column=3),
-        *_words(236, "3. the verdict", verdict, first_column=3),
+        *_words(236, "3. the new tokens", verdict, first_column=3),
         _text(LEFT, 298, caption, "plain soft"),
     ]
     return _svg(318, elements, "A round of speculative decoding")
@@ -244,12 +243,12 @@ def prefill() -> str:
     prompt = [("own", "name"), ("own", "three"), ("own", "uses")]
     draft_tokens = [("kept", "of"), ("kept", "a")]
     caption = (
-        "A drafter that needs no hidden state proposes first, so that reading the prompt also "
-        "checks its draft tokens."
+        "A drafter that needs no hidden states proposes first, so the call that reads the prompt "
+        "also verifies draft tokens."
     )
     elements = [
         _text(LEFT, 32, "Predictive prefill", "plain head"),
-        *_words(56, "as usual: call 1", prompt),
+        *_words(56, "usual: call 1", prompt),
         *_words(106, "call 2", draft_tokens, first_column=3),
         *_words(176, "here: call 1", [*prompt, *draft_tokens]),
         _text(LEFT, 238, caption, "plain soft"),
@@ -264,23 +263,25 @@ NUM_SLOTS = 12
 def ragged() -> str:
     """Ragged rows: each row of a batch continues from its own accepted length."""
     elements = [
-        _text(LEFT, 32, "Ragged rows", "plain head"),
+        _text(LEFT, 32, "Ragged batch", "plain head"),
         *_slots(56, "row 0", length=3, num_kept=3, num_rejected=0),
         *_slots(100, "row 1", length=5, num_kept=1, num_rejected=2),
         *_slots(144, "row 2", length=2, num_kept=0, num_rejected=3),
     ]
     legend = (
         (80, "own", "text"),
-        (170, "kept", "kept"),
-        (260, "rejected", "rejected, overwritten next"),
-        (490, "empty", "free"),
+        (170, "kept", "accepted"),
+        (290, "rejected", "rejected, overwritten next"),
+        (520, "empty", "free"),
     )
     for x, outcome, label in legend:
         elements.append(_box(x, 196, 14, 14, outcome))
         elements.append(_text(x + 22, 208, label, "plain soft"))
-    caption = "Going back is a shorter length; nothing is moved, and no row waits for another."
+    caption = (
+        "Rolling back lowers the length of a row. Nothing is copied, and no row waits for another."
+    )
     elements.append(_text(LEFT, 240, caption, "plain soft"))
-    return _svg(258, elements, "Ragged rows in a static cache")
+    return _svg(258, elements, "A ragged batch in a static cache")
 
 
 def _slots(y: int, label: str, *, length: int, num_kept: int, num_rejected: int) -> list[str]:
@@ -289,7 +290,7 @@ def _slots(y: int, label: str, *, length: int, num_kept: int, num_rejected: int)
     outcomes = ["own"] * length + ["kept"] * num_kept
     outcomes += ["rejected"] * num_rejected + ["empty"] * num_free
     boxes = [_box(80 + 44 * slot, y, 40, 32, outcome) for slot, outcome in enumerate(outcomes)]
-    summary = f"{num_kept} kept, 1 own: {length + num_kept + 1} tokens"
+    summary = f"{num_kept} accepted + 1: {length + num_kept + 1} tokens"
     return [
         _text(LEFT, y + 21, label, "plain"),
         *boxes,

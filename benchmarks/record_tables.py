@@ -9,6 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from markdown_tables import (
+    format_number,
+    markdown_table,
+    number_column,
+    records_table,
+    text_column,
+)
+
 Row = Mapping[str, Any]
 
 DTYPES = ("bfloat16", "float32")
@@ -29,81 +37,77 @@ SMOLLM2_RATIOS = {
 }
 """Labels of the ratios in smollm2_speed.json."""
 
-
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table. Cells are Markdown, so they are not escaped."""
-    separators = ["---"] * len(headings)
-    lines = [f"| {' | '.join(cells)} |" for cells in (headings, separators, *rows)]
-    return "\n".join(lines)
-
-
-def format_number(value: float | None, digits: int = 2) -> str:
-    """The number with this many decimal places; "-" if there is none."""
-    if value is None:
-        return "-"
-    return f"{value:.{digits}f}"
+ENGINE_DRAFTS = {
+    "head": ("vLLM", "the EAGLE-3.1 head that ships", "this package"),
+    "medusa": ("vLLM", "Medusa heads, copies of the output layer", "this package"),
+    "model": ("vLLM", "a draft model, the target without four layers", "this package"),
+    "plain": ("llama.cpp", "a plain EAGLE-3 head", "llama.cpp without a draft"),
+}
+"""Engine, label, and what the answers are compared with, of each kind of draft in engines.json."""
 
 
 def audits_table(audits: Sequence[Row]) -> str:
     """One line for each audited checkpoint: what was covered, the verdicts, and the seconds."""
-    headings = (
-        "Checkpoint",
-        "Drafts",
-        "Rules",
-        "Checks of what is lossless, by verdict",
-        "Seconds",
-    )
-    rows = []
-    for audit in audits:
-        findings = [finding for finding in audit["findings"] if finding["check"] != "lossy"]
-        drafts = {finding["draft"] for finding in findings}
-        rules = {finding["rule"] for finding in findings}
-        verdict_counts = Counter(finding["verdict"] for finding in findings)
-        verdicts = [f"{count} {verdict}" for verdict, count in verdict_counts.items()]
-        rows.append(
-            (
-                f"`{audit['checkpoint']}`",
-                str(len(drafts)),
-                str(len(rules)),
-                ", ".join(verdicts),
-                f"{audit['wall_seconds']:.0f}",
-            )
-        )
-    return markdown_table(headings, rows)
+    columns = {
+        "Checkpoint": lambda audit: f"`{audit['checkpoint']}`",
+        "Drafts": lambda audit: str(len(set(_lossless_values(audit, "draft")))),
+        "Rules": lambda audit: str(len(set(_lossless_values(audit, "rule")))),
+        "Verdicts of the checks of lossless rules": _verdict_counts,
+        "Seconds": number_column("wall_seconds", 0),
+    }
+    return records_table(columns, audits)
+
+
+def _lossless_values(audit: Row, name: str) -> list[str]:
+    """Values of this name in the findings about lossless rules."""
+    return [finding[name] for finding in audit["findings"] if finding["check"] != "lossy"]
+
+
+def _verdict_counts(audit: Row) -> str:
+    counts = Counter(_lossless_values(audit, "verdict"))
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+
+
+def engines_table(drafts: Sequence[Row]) -> str:
+    """Exported drafts in other engines: equal answers, and acceptance lengths on both sides."""
+    columns = {
+        "Engine": lambda row: ENGINE_DRAFTS[row["kind"]][0],
+        "Draft": lambda row: ENGINE_DRAFTS[row["kind"]][1],
+        "Answers compared with": lambda row: ENGINE_DRAFTS[row["kind"]][2],
+        "Equal answers": lambda row: f"{row['same_tokens']} of {row['num_prompts']}",
+        "Acceptance length there": number_column("theirs", 3),
+        "Acceptance length here": number_column("ours", 3),
+        "Difference": lambda row: f"{100 * row['off']:+.1f}%",
+    }
+    # The engines in the order of the labels.
+    kinds = list(ENGINE_DRAFTS)
+    return records_table(columns, sorted(drafts, key=lambda row: kinds.index(row["kind"])))
 
 
 def rnn_speed_table(measurements: Sequence[Row]) -> str:
     """The recurrent pair on unseen prompts: each rule at window 3 and at its best window."""
-    headings = (
-        "Rule, temperature",
-        "Draft",
-        "Window",
-        "Acceptance rate",
-        "Block efficiency",
-        "walltime_speedup",
-    )
     unseen = [row for row in measurements if row["prompts"] == "unseen"]
-    rows = []
-    for setting, group in _group_by(unseen, ("rule", "temperature")).items():
-        rule, temperature = setting
+    shown: list[Row] = []
+    for group in _group_by(unseen, ("rule", "temperature")).values():
         best = max(group, key=lambda row: row["walltime_speedup"])
         for row in group:
-            window = str(row["num_draft_tokens"])
             if row is best:
-                window += " (best)"
-            elif row["num_draft_tokens"] != 3:
-                continue
-            rows.append(
-                (
-                    f"{rule}, {temperature:.0f}",
-                    row["draft"],
-                    window,
-                    format_number(row["acceptance_rate"]),
-                    format_number(row["block_efficiency"]),
-                    format_number(row["walltime_speedup"]),
-                )
-            )
-    return markdown_table(headings, rows)
+                shown.append({**row, "num_draft_tokens": f"{row['num_draft_tokens']} (best)"})
+            elif row["num_draft_tokens"] == 3:
+                shown.append(row)
+    columns = {
+        "Rule, temperature": _rule_and_temperature,
+        "Draft": text_column("draft"),
+        "Window": text_column("num_draft_tokens"),
+        "Acceptance rate": number_column("acceptance_rate"),
+        "Block efficiency": number_column("block_efficiency"),
+        "walltime_speedup": number_column("walltime_speedup"),
+    }
+    return records_table(columns, shown)
+
+
+def _rule_and_temperature(row: Row) -> str:
+    return f"{row['rule']}, {row['temperature']:.0f}"
 
 
 def smollm2_calls_table(measurements: Sequence[Row]) -> str:
@@ -112,21 +116,22 @@ def smollm2_calls_table(measurements: Sequence[Row]) -> str:
     The record also has rows of memory, which have no milliseconds.
     """
     calls = [row for row in measurements if "milliseconds" in row]
-    forms = list(calls[0]["milliseconds"])
     rows = []
     for call in calls:
-        milliseconds = [format_number(call["milliseconds"][form], 1) for form in forms]
+        milliseconds = [format_number(value, 1) for value in call["milliseconds"].values()]
         rows.append((call["dtype"], str(call["width"]), *milliseconds))
-    return markdown_table(("dtype", "Tokens", *forms), rows)
+    return markdown_table(("dtype", "Tokens", *calls[0]["milliseconds"]), rows)
 
 
 def smollm2_speed_table(measurements: Sequence[Row]) -> str:
     """Ratios of seconds to transformers and to standard decoding, a column for each dtype."""
-    ratios = [row for row in measurements if "ratio" in row]
-    values = {(row["ratio"], row["dtype"]): row["value"] for row in ratios}
+    values: dict[str, dict[str, float]] = {}
+    for row in measurements:
+        if "ratio" in row:
+            values.setdefault(row["ratio"], {})[row["dtype"]] = row["value"]
     rows = []
-    for name in dict.fromkeys(row["ratio"] for row in ratios):
-        cells = [format_number(values.get((name, dtype))) for dtype in DTYPES]
+    for name, by_dtype in values.items():
+        cells = [format_number(by_dtype.get(dtype)) for dtype in DTYPES]
         rows.append((SMOLLM2_RATIOS[name], *cells))
     return markdown_table(("Ratio of seconds", *DTYPES), rows)
 
@@ -139,7 +144,7 @@ def smollm2_draft_kinds_table(drafts: Mapping[str, Row]) -> str:
     rows = []
     for kind in kinds:
         efficiencies = [draft["block_efficiency"].get(kind) for draft in drafts.values()]
-        rows.append((kind, *[format_number(efficiency) for efficiency in efficiencies]))
+        rows.append((kind, *map(format_number, efficiencies)))
     return markdown_table(("Prompts", *drafts), rows)
 
 
@@ -201,31 +206,32 @@ def _smollm2_draft_row(name: str, measurements: Sequence[Row], recipe: Row) -> S
 
 
 def _fastest_greedy(measurements: Sequence[Row], dtype: str) -> Row | None:
-    greedy = [
-        row
-        for row in measurements
-        if row["dtype"] == dtype and row["temperature"] == 0 and row["error"] is None
-    ]
+    greedy = []
+    for row in _succeeded(measurements):
+        if row["dtype"] == dtype and row["temperature"] == 0:
+            greedy.append(row)
     return max(greedy, key=lambda row: row["walltime_speedup"], default=None)
 
 
 def _rejection_sampling(measurements: Sequence[Row], dtype: str) -> Row | None:
-    for row in measurements:
-        is_sampled = row["dtype"] == dtype and row["rule"] == "RejectionSampling"
-        if is_sampled and row["error"] is None:
+    for row in _succeeded(measurements):
+        if row["dtype"] == dtype and row["rule"] == "RejectionSampling":
             return row
     return None
+
+
+def _succeeded(measurements: Sequence[Row]) -> list[Row]:
+    return [row for row in measurements if row["error"] is None]
 
 
 def _teacher_forced_acceptance(recipe: Row) -> str:
     """Held-out acceptance at the first, second, ... draft token when training ended."""
     metrics = recipe.get("reached") or {}
-    names = [
-        name
-        for name in sorted(metrics)
-        if name.startswith("val/position_") and "sampling" not in name
-    ]
-    return " ".join(format_number(metrics[name]) for name in names) or "-"
+    rates = []
+    for name in sorted(metrics):
+        if name.startswith("val/position_") and "sampling" not in name:
+            rates.append(format_number(metrics[name]))
+    return " ".join(rates) or "-"
 
 
 def _scaled(value: float | None, unit: float, pattern: str) -> str:
@@ -253,10 +259,14 @@ def transformer_speed_table(measurements: Sequence[Row]) -> str:
     )
     keys = ("checkpoint", "rule", "temperature", "batch_size")
     rows: list[Sequence[str]] = []
-    for setting, group in _group_by(measurements, keys).items():
-        checkpoint, rule, temperature, batch_size = setting
-        labels = (checkpoint, f"{rule}, {temperature:.0f}", str(batch_size))
-        succeeded = [row for row in group if row["error"] is None]
+    for group in _group_by(measurements, keys).values():
+        setting = group[0]
+        labels = (
+            setting["checkpoint"],
+            _rule_and_temperature(setting),
+            str(setting["batch_size"]),
+        )
+        succeeded = _succeeded(group)
         if not succeeded:
             rows.append((*labels, "failed", "-", "-", "-", "-"))
             continue
@@ -277,17 +287,15 @@ def transformer_speed_table(measurements: Sequence[Row]) -> str:
 
 def transformer_grid_table(measurements: Sequence[Row]) -> str:
     """Every draft with every window, greedy at batch size 1: speedup, acceptance, efficiency."""
-    greedy = [
-        row
-        for row in measurements
-        if row["temperature"] == 0 and row["batch_size"] == 1 and row["error"] is None
-    ]
+    greedy = []
+    for row in _succeeded(measurements):
+        if row["temperature"] == 0 and row["batch_size"] == 1:
+            greedy.append(row)
     windows = list(dict.fromkeys(row["num_draft_tokens"] for row in greedy))
     rows = []
     for labels, group in _group_by(greedy, ("checkpoint", "draft")).items():
         by_window = {row["num_draft_tokens"]: row for row in group}
-        cells = [_grid_cell(by_window.get(window)) for window in windows]
-        rows.append((*labels, *cells))
+        rows.append((*labels, *[_grid_cell(by_window.get(window)) for window in windows]))
     headings = ("Checkpoint", "Draft", *[f"window {window}" for window in windows])
     return markdown_table(headings, rows)
 
@@ -301,20 +309,15 @@ def _grid_cell(row: Row | None) -> str:
 
 def transformer_quality_table(predictors: Sequence[Row]) -> str:
     """How well each exit, head or draft predicts held-out sequences."""
-    headings = (
-        "Checkpoint",
-        "Predicts",
-        "Loss",
-        "Accuracy",
-        "Bits per byte",
-        "Agrees with the target",
-    )
-    names = ("loss", "accuracy", "bits_per_byte", "agreement")
-    rows = []
-    for predictor in predictors:
-        figures = [format_number(predictor[name], 3) for name in names]
-        rows.append((predictor["checkpoint"], predictor["predictor"], *figures))
-    return markdown_table(headings, rows)
+    columns = {
+        "Checkpoint": text_column("checkpoint"),
+        "Predicts": text_column("predictor"),
+        "Loss": number_column("loss", 3),
+        "Accuracy": number_column("accuracy", 3),
+        "Bits per byte": number_column("bits_per_byte", 3),
+        "Agrees with the target": number_column("agreement", 3),
+    }
+    return records_table(columns, predictors)
 
 
 def _group_by(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:

@@ -1,9 +1,11 @@
-"""Hooks of mkdocs: MathML for formulas (no script needed), each verb's `--help`, and the fields of settings."""
+"""Hooks of mkdocs: formulas as MathML, each verb's `--help`, and the fields of settings."""
 
 from __future__ import annotations
 
 import html
+import posixpath
 import re
+from collections.abc import Iterator
 from dataclasses import MISSING
 from importlib import import_module
 from pathlib import Path
@@ -15,119 +17,158 @@ from latex2mathml.converter import convert
 from lightning_specdec.cli import main
 from lightning_specdec.config.settings import Settings, hints, setting_fields
 
-_REFERENCE = Path(__file__).parents[1] / "docs" / "api.md"
+REFERENCE = Path(__file__).parents[1] / "docs" / "api.md"
+"""The page that lists the public names."""
 
-_OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
-_HELP = "<!-- help -->"
-_MATH = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+HELP_MARK = "<!-- help -->"
+"""Where a page shows the help of all verbs."""
+REFERENCE_ENTRY = re.compile(r"^::: (\S+)$", re.MULTILINE)
+"""A name in the reference."""
+UPWARD_LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>\.\./[^)]*)\)")
+"""A link to a directory above the page's."""
+FORMULA = re.compile(
+    r'<(?P<tag>span|div) class="arithmatex">'
+    r"\\(?P<bracket>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>",
+    re.DOTALL,
+)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Insert the help of verbs, and replace links to files outside the site by their text."""
-    if _HELP in markdown:
-        verbs = [verb for verb in main.VERBS if verb not in main.TRAINER_VERBS]
-        markdown = markdown.replace(
-            _HELP, "\n\n".join(f"## {verb}\n\n```text\n{_help(verb)}\n```" for verb in verbs)
-        )
-    return _OUTSIDE.sub(r"\1", markdown)
+    if HELP_MARK in markdown:
+        markdown = markdown.replace(HELP_MARK, all_help())
+    directory = posixpath.dirname(page.file.src_uri)
+
+    def inside_link(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(directory, match["target"]))
+        return match["text"] if path.startswith("..") else match[0]
+
+    return UPWARD_LINK.sub(inside_link, markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Convert formulas to MathML."""
-
-    def formula(found: re.Match[str]) -> str:
-        return str(
-            convert(
-                html.unescape(found[3]).strip(), display="block" if found[2] == "[" else "inline"
-            )
-        )
-
-    return _MATH.sub(formula, content)
+    """Convert formulas to MathML, which needs no script."""
+    return FORMULA.sub(_mathml, content)
 
 
-def _help(verb: str) -> str:
-    return main.make_parser(verb).format_help().rstrip().replace(str(Path.home()), "~")
+def _mathml(match: re.Match[str]) -> str:
+    latex = html.unescape(match["latex"]).strip()
+    display = "block" if match["bracket"] == "[" else "inline"
+    return str(convert(latex, display=display))
+
+
+def all_help() -> str:
+    """A section with the help of each verb. The options of the Trainer's verbs are LightningCLI's."""
+    sections = []
+    for verb in main.VERBS:
+        if verb not in main.TRAINER_VERBS:
+            text = main.make_parser(verb).format_help().rstrip()
+            # The help shows defaults below the home directory.
+            text = text.replace(str(Path.home()), "~")
+            sections.append(f"## {verb}\n\n```text\n{text}\n```")
+    return "\n\n".join(sections)
 
 
 class SettingsReference(griffe.Extension):
-    """Describes the settings of each class in the reference by its fields: the line of `--help`, limits and default."""
+    """Describes the settings of the reference's classes: help, limits, and default of each field."""
 
     def on_package(self, *, pkg: Any, **_: Any) -> None:
-        for entry in re.findall(
-            r"^::: (\S+)$", _REFERENCE.read_text(encoding="utf-8"), re.MULTILINE
-        ):
-            module, _dot, name = entry.rpartition(".")
-            kind = getattr(import_module(module), name)
-            if not isinstance(kind, type):
+        for documented_class in reference_classes():
+            entry = static_entry(pkg, documented_class)
+            if issubclass(documented_class, Settings):
+                _show_defaults(pkg, documented_class)
+                _append_section(entry, "Args", _argument_lines(pkg, documented_class))
                 continue
-            known = _static(pkg, kind)
-            if issubclass(kind, Settings):
-                _set_defaults(pkg, kind)
-                own_docs = {
-                    each.name: _docstring(pkg, kind, each.name) for each in setting_fields(kind)
-                }
-                lines = [
-                    f"{each.name}: {own_docs[each.name] or _described(each)}"
-                    for each in setting_fields(kind)
-                ]
-                _append(known, "Args", lines)
-            elif (
-                (own := getattr(kind, "Settings", None))
-                and setting_fields(own)
-                and "Settings" in known.members
-            ):
-                types = {
-                    name: str(getattr(hint, "__name__", hint)) for name, hint in hints(own).items()
-                }
-                lines = [
-                    f"{each.name} ({types[each.name]}): {_described(each)} Default: `{each.default}`."
-                    for each in setting_fields(own)
-                    if each.default is not MISSING
-                ]
-                _append(known, "Keyword Args", lines)
+            settings = getattr(documented_class, "Settings", None)
+            if settings and setting_fields(settings) and "Settings" in entry.members:
+                _append_section(entry, "Keyword Args", _keyword_lines(settings))
 
 
-def _static(pkg: Any, kind: type) -> Any:
-    """What griffe knows of a class."""
-    return pkg[f"{kind.__module__}.{kind.__qualname__}".partition(".")[2]]
+def reference_classes() -> Iterator[type]:
+    """The classes among the names of the reference."""
+    for path in REFERENCE_ENTRY.findall(REFERENCE.read_text(encoding="utf-8")):
+        module, _, name = path.rpartition(".")
+        value = getattr(import_module(module), name)
+        if isinstance(value, type):
+            yield value
 
 
-def _docstring(pkg: Any, kind: type, name: str) -> str:
-    """Take what stands below a field, where it has no line of help."""
-    member = _static(pkg, kind).members.get(name)
-    if member is None or member.docstring is None:
-        return ""
-    found, member.docstring = str(member.docstring.value), None
-    return found
+def static_entry(pkg: Any, documented_class: type) -> Any:
+    """griffe's entry of a class."""
+    path = f"{documented_class.__module__}.{documented_class.__qualname__}"
+    return pkg[path.partition(".")[2]]
 
 
-def _set_defaults(pkg: Any, kind: type) -> None:
-    """Show a field's default in place of the call that declares it."""
-    for each in (
-        base for base in kind.__mro__ if base is not Settings and issubclass(base, Settings)
-    ):
-        for own in setting_fields(each):
-            member = _static(pkg, each).members.get(own.name)
+def _show_defaults(pkg: Any, settings: type[Settings]) -> None:
+    """Show each field's default in place of the call that declares it."""
+    for base in settings.__mro__:
+        if base is Settings or not issubclass(base, Settings):
+            continue
+        members = static_entry(pkg, base).members
+        for field in setting_fields(base):
+            member = members.get(field.name)
             if member is not None and "setting(" in str(member.value):
-                member.value = None if own.default is MISSING else repr(own.default)
+                member.value = None if field.default is MISSING else repr(field.default)
+
+
+def _argument_lines(pkg: Any, settings: type[Settings]) -> list[str]:
+    """A line for each field: its docstring, or else its help."""
+    members = static_entry(pkg, settings).members
+    lines = []
+    for field in setting_fields(settings):
+        text = _described(field)
+        member = members.get(field.name)
+        if member is not None and member.docstring is not None:
+            text = str(member.docstring.value) or text
+            # The page would show it a second time.
+            member.docstring = None
+        lines.append(f"{field.name}: {text}")
+    return lines
+
+
+def _keyword_lines(settings: Any) -> list[str]:
+    """A line for each field that has a default."""
+    types = hints(settings)
+    lines = []
+    for field in setting_fields(settings):
+        if field.default is not MISSING:
+            hint = types[field.name]
+            type_name = getattr(hint, "__name__", hint)
+            text = f"{_described(field)} Default: `{field.default}`."
+            lines.append(f"{field.name} ({type_name}): {text}")
+    return lines
 
 
 def _described(field: Any) -> str:
-    """The help of a field, and what values it takes."""
-    limits, parts = field.metadata, [field.metadata["help"]] if field.metadata.get("help") else []
-    low, high, above, choices = (
-        limits.get(name) for name in ("minimum", "maximum", "above", "choices")
-    )
+    """The help of a field, and its limits."""
+    parts = [field.metadata.get("help"), _limits(field)]
+    return "; ".join(part for part in parts if part) + "."
+
+
+def _limits(field: Any) -> str:
+    """The values that a field accepts; empty if there is no limit."""
+    limits = field.metadata
+    low = limits.get("minimum")
+    high = limits.get("maximum")
+    above = limits.get("above")
+    choices = limits.get("choices")
+
+    parts = []
     if choices is not None and low is None:
         parts.append(f"one of {', '.join(choices)}")
     if above is not None:
-        parts.append(f"above {above:,}" + ("" if high is None else f", at most {high:,}"))
+        parts.append(f"above {above:,}")
+        if high is not None:
+            parts[-1] += f", at most {high:,}"
+    elif low is not None and high is None:
+        parts.append(f"at least {low:,}")
     elif low is not None:
-        parts.append(f"at least {low:,}" if high is None else f"{low:,} to {high:,}")
-    return "; ".join(parts) + "."
+        parts.append(f"{low:,} to {high:,}")
+    return "; ".join(parts)
 
 
-def _append(known: Any, title: str, lines: list[str]) -> None:
-    """Add a section to a docstring, unless it describes the fields itself."""
-    if lines and known.docstring is not None and f"\n{title}:" not in known.docstring.value:
-        known.docstring.value += "\n\n" + "\n    ".join((f"{title}:", *lines))
+def _append_section(entry: Any, title: str, lines: list[str]) -> None:
+    """Add a section to a docstring, unless it has this section."""
+    if lines and entry.docstring is not None and f"\n{title}:" not in entry.docstring.value:
+        section = "\n    ".join((f"{title}:", *lines))
+        entry.docstring.value += f"\n\n{section}"

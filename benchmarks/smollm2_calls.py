@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 from lightning_specdec.bench.manifest import manifest
+from lightning_specdec.models import KVState
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import in_backend
 from lightning_specdec.models.packed import quantize
@@ -142,6 +143,7 @@ def cache_bytes(model_path: str, dtype: torch.dtype) -> int:
     model = HuggingFaceLM(load(model_path, dtype)).pack()
     # A state has room for one token more than it is asked for.
     state = model.init_state(1, CACHE_LENGTH - 1)
+    assert isinstance(state, KVState)
     with torch.inference_mode():
         context = random_tokens(CONTEXT_LENGTH, seed=0)
         model(context, state, logits_for=slice(-1, None))

@@ -146,7 +146,7 @@ def find_splits(
             prompt,
             expected_answer,
             answer,
-            number=number,
+            prompt_index=number,
             sampling=Sampling(),
             seed=0,
             width=num_draft_tokens + 1,

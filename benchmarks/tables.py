@@ -16,6 +16,7 @@ from typing import Any
 
 import draft_comparison
 import kills
+import markdown_tables
 import peers_tables
 import record_tables
 
@@ -148,8 +149,8 @@ def _bench_row(advice: Advice, cells: Sequence[Comparison]) -> tuple[str, ...]:
     return (
         *labels,
         f"{value:.2f} ({low:.2f} to {high:.2f})",
-        record_tables.format_number(best.acceptance_rate),
-        record_tables.format_number(best.block_efficiency),
+        markdown_tables.format_number(best.acceptance_rate),
+        markdown_tables.format_number(best.block_efficiency),
         fastest_outside(cells),
     )
 
@@ -170,9 +171,9 @@ FIRST_TABLE_METHODS = (
     ("transformers", "standard", "transformers, `generate`"),
     ("transformers", "lookup", "transformers, its prompt lookup"),
     ("ours torch", "standard", "this package, standard decoding"),
-    ("ours torch", "lookup, head", "this package, prompt lookup, then a draft head"),
+    ("ours torch", "lookup, head", "this package, prompt lookup and a draft head"),
     ("ours openvino", "standard", "this package, OpenVINO, standard decoding"),
-    ("ours openvino", "lookup, head", "this package, OpenVINO, prompt lookup, then a draft head"),
+    ("ours openvino", "lookup, head", "this package, OpenVINO, prompt lookup and a draft head"),
 )
 """Rows of the README's first table: engine and decoding in peers.json, and the label."""
 
@@ -193,7 +194,7 @@ def first_table() -> str:
         "Speedup from drafting",
         "Speedup over transformers' `generate`",
     )
-    return record_tables.markdown_table(headings, rows)
+    return markdown_tables.markdown_table(headings, rows)
 
 
 def _ratio_text(cells: peers_tables.Cells, baseline: peers_tables.Cells) -> str:
@@ -218,12 +219,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "first": first_table,
     "bench": bench_table,
     "peers": table_of(peers_tables.table, "peers"),
-    "peers_ratios": table_of(peers_tables.beside_genai, "peers"),
+    "peers_ratios": table_of(peers_tables.compared_with_genai, "peers"),
     "peers_context": peers_context_table,
     "peers_batches": table_of(peers_tables.batches, "peers"),
     "peers_ours": table_of(peers_tables.own_table, "peers"),
     "audits": table_of(record_tables.audits_table, "audits"),
     "draft_comparison": table_of(draft_comparison.table, "draft_comparison", "drafts"),
+    "engines": table_of(record_tables.engines_table, "engines"),
     "kills": table_of(kills.table, "kills"),
     "rnn_speed": table_of(record_tables.rnn_speed_table, "rnn_speed"),
     "smollm2_calls": table_of(record_tables.smollm2_calls_table, "smollm2_calls_openvino"),

@@ -5,6 +5,7 @@ It loads, trains, decodes and measures the pair.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from lightning_specdec.data import TokenData
     from lightning_specdec.hf_generate import BoundGenerate
     from lightning_specdec.text.tokenizer import Message
+
+log = logging.getLogger(__name__)
 
 TextPrompts = Prompts | str | Sequence[str]
 """Prompts as tokens or as text."""
@@ -109,8 +112,8 @@ def _target_stamp(target: LanguageModel) -> ModelStamp:
 class SpeculativeDecoder:
     """A target model with its drafter: loads, trains, decodes and measures the pair.
 
-    Threads may share a decoder. Each call decodes with the pair as it is at that time: a changed
-    weight, hook, adapter or setting counts from the next call on.
+    Threads may share a decoder. Each call follows the changes since the last one: a changed
+    weight, hook, adapter or setting is used from the next call on.
 
     Args:
         target: the model whose output is wanted: a `LanguageModel`, or a causal language model of
@@ -154,6 +157,7 @@ class SpeculativeDecoder:
         self.recipe = recipe or {}
         self.drafts = dict(drafts or {})
         self.num_draft_tokens = num_draft_tokens
+        self._reported_templates: set[tuple[str, str]] = set()
         self._ready_target: _Form[LanguageModel] | None = None
         self._ready_drafter: _Form[Drafter] | None = None
         # Held for a round, or for a whole call of standard decoding: threads take turns.
@@ -350,11 +354,18 @@ class SpeculativeDecoder:
         """Tokens of a text prompt, with the special tokens that the model expects."""
         return self._require_tokenizer().encode(text)
 
-    def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Tokens of a conversation, by the target's chat template.
 
         Args:
             messages: `[{"role": "user", "content": TEXT}, ...]`, or the text of one user message.
+            chat_template_kwargs: variables of the chat template, such as `{"enable_thinking":
+                False}`. A draft that was trained with other ones is reported once.
 
         Raises:
             ValueError: the target has no tokenizer, or no chat template.
@@ -362,7 +373,25 @@ class SpeculativeDecoder:
         turns: Sequence[Any] = messages
         if isinstance(messages, str):
             turns = [{"role": "user", "content": messages}]
-        return self._require_tokenizer().encode_chat(turns)
+        self.check_template(chat_template_kwargs or {})
+        return self._require_tokenizer().encode_chat(
+            turns, chat_template_kwargs=chat_template_kwargs
+        )
+
+    def check_template(self, chat_template_kwargs: Mapping[str, Any]) -> None:
+        """Report a draft that was trained with other variables of the chat template, once."""
+        data_arguments = self.recipe.get("data_arguments") or {}
+        if "tokenizer" not in data_arguments:
+            return
+        trained_with = data_arguments.get("chat_template_kwargs") or {}
+        difference = (repr(trained_with), repr(dict(chat_template_kwargs)))
+        if difference[0] != difference[1] and difference not in self._reported_templates:
+            self._reported_templates.add(difference)
+            log.warning(
+                "the draft was trained with chat_template_kwargs %s, and prompts use %s: it may "
+                "predict worse",
+                *difference,
+            )
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

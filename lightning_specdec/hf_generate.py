@@ -372,7 +372,7 @@ def _shared_copy(model: Any) -> Any:
 
 
 class _PaddedProcessor:
-    """A logits processor that reads a row with its padding, as it is in `input_ids`.
+    """A logits processor that reads a row with its padding, as in `input_ids`.
 
     Args:
         row_index: number of the row in the call.
@@ -491,18 +491,20 @@ class _Request:
     def _groups(self) -> Iterator[tuple[list[int], list[Any]]]:
         """Rows that are decoded together, with their processors.
 
-        A processor that reads padding needs rows with equal padding, or each row separately.
+        Rows can share a processor that counts columns only if their padding is equal, and one that
+        depends on the row not at all.
         """
-        column_kinds = set()
+        padded_kinds = set()
         for processor in self.processors:
             if _kind(processor) not in _TOKEN_PROCESSORS:
-                column_kinds.add(_kind(processor))
+                padded_kinds.add(_kind(processor))
 
+        # Row indices by what the rows of a group have in common.
         groups: defaultdict[Any, list[int]] = defaultdict(list)
         for row_index, is_real in enumerate(self.is_real):
-            if _CONSTRAINED in column_kinds:
+            if _CONSTRAINED in padded_kinds:
                 groups[row_index].append(row_index)
-            elif column_kinds:
+            elif padded_kinds:
                 groups[tuple(is_real)].append(row_index)
             else:
                 groups[None].append(row_index)

@@ -140,14 +140,14 @@ def tiny(family: str, seed: int = 1, *, sharpness: float = 6.0, **sizes: Any) ->
     """Create a random model of a family. The global seed is unchanged.
 
     Args:
-        family: a key of `FAMILIES` or `MORE`.
+        family: a model type of transformers; `FAMILIES` and `MORE` have the sizes of some.
         seed: seed of the weights.
         sharpness: factor of all weight matrices.
         sizes: entries of the config that differ from the family's.
     """
     all_families = {**FAMILIES, **MORE}
     entries = {
-        **all_families[family],
+        **all_families.get(family, {}),
         **_NO_SPECIAL_TOKENS,
         "pad_token_id": 0,
         "tie_word_embeddings": False,

@@ -65,7 +65,7 @@ def maybe_divergence(
         PROMPT,
         standard_tokens,
         other_tokens,
-        number=0,
+        prompt_index=0,
         sampling=sampling,
         seed=0,
         width=4,

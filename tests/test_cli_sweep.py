@@ -1,4 +1,5 @@
-"""Laws of `sweep`: one table or JSON document, the best row with its command, shown failures."""
+"""Laws of `sweep`: it tries what belongs to the target, proves what it recommends, and says what
+became of everything else."""
 
 from __future__ import annotations
 
@@ -11,18 +12,20 @@ import pytest
 from cli_fixtures import call, refused, succeed
 from tiny_models import write_drafts, write_text_model
 
-from lightning_specdec.bench.measure import Case
-from lightning_specdec.bench.records import Comparison
-from lightning_specdec.bench.statistics import Interval
+from lightning_specdec import SpeculativeDecoder
+from lightning_specdec.bench import sweep as sweep_module
+from lightning_specdec.bench.race import MeasuredRace
+from lightning_specdec.bench.tournament import Tournament
+from lightning_specdec.bench.verdict import Verdict
 
 RNN = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")
-BRIEF = ("--repeats", "1", "--max_new_tokens", "6", "--num_draft_tokens", "2", "3")
-WITH_LOOKUP = ("sweep", "--target", "target", *BRIEF, "--prompt", "the cat")
+BRIEF = ("--minutes", "0.001", "--max_new_tokens", "6", "--num_draft_tokens", "2", "3")
+LOOKUP = "prompt lookup"
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A read-only directory with tiny models."""
+    """A directory with tiny models."""
     home = tmp_path_factory.mktemp("sweep")
     write_text_model(home / "target")
     write_drafts(home / "drafts.ckpt", "small")
@@ -34,38 +37,44 @@ def _in_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
 
 
-def fail_at_window_three(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Raise this error in each run with three draft tokens."""
-    run = Case.run
-
-    def failing_run(self: Case, repeat: int) -> Any:
-        if self.draft is not None and self.config.num_draft_tokens == 3:
-            raise error
-        return run(self, repeat)
-
-    monkeypatch.setattr(Case, "run", failing_run)
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call the best way faster, whatever the short measurement says."""
+    faster = Verdict("faster", "faster: 2.00x [1.90, 2.10]")
+    monkeypatch.setattr(sweep_module, "judge", lambda *arguments, **options: faster)
 
 
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ([], ["small", "exit, exit 1", "exit, exit 2"]),
-        (["--drafts", "small"], ["small"]),
-        (["--draft", "small"], ["small"]),
-        (["--drafter", "EarlyExitDrafter", "--drafter.exit_layer", "2"], ["EarlyExitDrafter"]),
+        (
+            [],
+            [
+                LOOKUP,
+                "small",
+                f"{LOOKUP}, then small",
+                "exit, exit 1",
+                "exit, exit 2",
+                f"{LOOKUP}, then exit, exit 1",
+            ],
+        ),
+        (["--drafts", "small"], [LOOKUP, "small", f"{LOOKUP}, then small"]),
+        (["--draft", "small"], [LOOKUP, "small", f"{LOOKUP}, then small"]),
+        (
+            ["--drafter", "EarlyExitDrafter", "--drafter.exit_layer", "2"],
+            ["EarlyExitDrafter(exit_layer=2)"],
+        ),
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("proven")
 def test_every_draft_and_window_is_a_row_and_the_command_decodes_like_the_best(
     arguments: list[str], names: list[str]
 ) -> None:
     document = succeed("sweep", "drafts.ckpt", *arguments, *BRIEF, "--output", "json").json
     assert not document["interrupted"]
-    expected_cells = []
-    for name in names:
-        expected_cells += [(name, 2), (name, 3)]
-    cells = [(row["draft"], row["num_draft_tokens"]) for row in document["rows"]]
-    assert cells == expected_cells
+    cells = {(row["draft"], row["num_draft_tokens"]) for row in document["rows"]}
+    assert cells == {(name, window) for name in names for window in (2, 3)}
     for row in document["rows"]:
         assert row["same_tokens"]
         assert row["error"] is None
@@ -77,105 +86,128 @@ def test_every_draft_and_window_is_a_row_and_the_command_decodes_like_the_best(
     options = decoded["manifest"]["options"]
     assert options["num_draft_tokens"] == best_row["num_draft_tokens"]
     assert options["max_new_tokens"] == 6
-    if "exit " in best_row["draft"]:
-        exit_layer = best_row["draft"][-1]
-        assert options["drafter"]["init_args"] == {"exit_layer": exit_layer}
     for prompt in decoded["prompts"]:
         assert prompt["standard"]["tokens"] == prompt["speculative"]["tokens"]
 
+    namespace: dict[str, Any] = {"SpeculativeDecoder": SpeculativeDecoder}
+    exec(document["python"], namespace)
+    assert namespace["decoder"].num_draft_tokens == best_row["num_draft_tokens"]
 
-@pytest.mark.parametrize("speedup", [0.4, 2.0])
-def test_the_table_shows_every_row_and_marks_the_best(
-    speedup: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Comparison, "walltime_speedup", Interval(speedup, speedup, speedup))
-    monkeypatch.setattr(Comparison, "num_pairs", 5)
-    text = succeed(*WITH_LOOKUP).out
-    header, row_of_two, row_of_three = text.partition("\n\n")[0].splitlines()[-3:]
+
+def test_nothing_is_recommended_without_an_interval_that_proves_it() -> None:
+    """A single turn proves nothing."""
+    outcome = succeed("sweep", "--target", "target", *BRIEF, "--prompt", "the cat")
+    assert "\nnothing here is proven faster than standard decoding: " in outcome.out
+    assert "too few runs to tell" in outcome.out
+    assert "<- best" not in outcome.out
+    assert "lightning_specdec decode" not in outcome.out
+    header = outcome.out.splitlines()[2]
     assert header.split()[:2] == ["method", "window"]
-    assert header.split()[-1] == "speedup"
-    assert row_of_two.split()[:2] == ["NGramDrafter", "2"]
-    assert row_of_three.split()[:2] == ["NGramDrafter", "3"]
-
-    num_best = 1 if speedup > 1 else 0
-    assert text.count("<- best") == num_best
-    assert text.count("\nlightning_specdec decode ") == num_best
-    assert ("\nnothing here is proven faster" in text) == (speedup < 1)
-    assert "\n1 prompt, batch" in text
 
 
-@pytest.mark.parametrize(
-    ("low", "marks"),
-    [
-        (1.5, ["<- best"]),
-        (1.3, ["<- best", "<- may be as fast"]),
-        (float("nan"), []),
-    ],
-)
-def test_rows_within_the_interval_of_the_best_are_marked_as_equal(
-    low: float, marks: list[str], monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_saved_without_a_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = call("sweep", "--ckpt", RNN, *BRIEF, "--save", "mine")
+    assert outcome.code == 1
+    assert "nothing is saved: nothing is proven faster than standard decoding" in outcome.err
+    assert outcome.out
+    assert not Path("configs").exists()
+
+
+@pytest.mark.usefixtures("proven")
+def test_the_answer_is_a_sentence_a_command_and_a_line_of_python() -> None:
+    text = succeed("sweep", "--target", "target", *BRIEF, "--prompt", "the cat").out
+    assert text.count("<- best") == 1
+    assert re.search(
+        r"\nfastest: prompt lookup, \d draft tokens, faster: 2\.00x \[1\.90, 2\.10\].*\n"
+        r"\nlightning_specdec decode --target target .*--num_draft_tokens \d.*\n"
+        r"decoder = SpeculativeDecoder.from_pretrained\(\"target\", drafter=\"NGramDrafter\", "
+        r"num_draft_tokens=\d\)\n",
+        text,
+    )
+    assert "\nspeedups are over standard decoding in torch, 1 thread; 1 prompt, batch" in text
+
+
+@pytest.mark.usefixtures("proven")
+def test_the_fastest_is_saved_as_a_pair_that_decodes_by_its_name(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speedups = {2: Interval(1.2, 1.0, 1.4), 3: Interval(1.6, low, 1.7)}
+    monkeypatch.chdir(tmp_path)
+    target = str(home / "target")
+    outcome = succeed("sweep", "--target", target, *BRIEF, "--prompt", "the cat", "--save", "mine")
+    assert "saved in configs/pairs/mine.yaml: --pair mine" in outcome.out
+    assert isinstance(SpeculativeDecoder.from_pair("mine").num_draft_tokens, int)
+    succeed("decode", "--pair", "mine", "--prompt", "the cat", "--repeats", "0")
+    refused("sweep", "--target", target, "--save", "mine", message="there is a pair mine already")
 
-    def speedup(self: Comparison) -> Interval:
-        return speedups[self.case.num_draft_tokens]  # type: ignore[index]
-
-    monkeypatch.setattr(Comparison, "walltime_speedup", property(speedup))
-    monkeypatch.setattr(Comparison, "num_pairs", 5)
-    text = succeed(*WITH_LOOKUP).out
-    assert re.findall("<- .*", text) == marks
+    succeed("sweep", "--ckpt", RNN, *BRIEF, "--save", "recurrent")
+    decoder = SpeculativeDecoder.from_pair("recurrent")
+    assert decoder.prompts
 
 
 def test_other_tokens_and_failures_are_shown_and_make_the_exit_code_1(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "lightning_specdec.bench.measure._beside", lambda *results: {"same_tokens": False}
-        )
+        patch.setattr(MeasuredRace, "same_tokens", lambda *names: False)
         outcome = call("sweep", "--ckpt", RNN, *BRIEF)
     assert outcome.code == 1
-    assert outcome.out.count("OTHER TOKENS than standard decoding") == 2
+    assert outcome.out.count("OTHER TOKENS than standard decoding") == 6
+    assert "no answer: nothing was measured that has the tokens" in outcome.out
 
-    fail_at_window_three(monkeypatch, RuntimeError("out of\nmemory"))
+    fail_at_window_three(monkeypatch)
     outcome = call("sweep", "--ckpt", RNN, *BRIEF)
     assert outcome.code == 1
-    assert "failed: out of memory\n" in outcome.out
+    assert ", 3 draft tokens, in torch, 1 thread: out of memory\n" in outcome.out
 
 
-def test_ctrl_c_leaves_the_rows_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_at_window_three(monkeypatch, KeyboardInterrupt())
+def fail_at_window_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise an error in each round with three draft tokens."""
+    open_stream = sweep_module.Case._open
+
+    def failing_open(self: Any, number: int, repeat: int) -> Any:
+        if self.config.num_draft_tokens == 3:
+            raise RuntimeError("out of\nmemory")
+        return open_stream(self, number, repeat)
+
+    monkeypatch.setattr(sweep_module.Case, "_open", failing_open)
+
+
+def test_ctrl_c_shows_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_turn = Tournament.run_turn
+
+    def interrupted_turn(self: Tournament) -> None:
+        run_turn(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tournament, "run_turn", interrupted_turn)
     outcome = call("sweep", "--ckpt", RNN, *BRIEF, "--output", "json")
     assert outcome.code == 130
     assert outcome.json["interrupted"]
-    assert outcome.json["best"] == 0
-    assert [row["num_draft_tokens"] for row in outcome.json["rows"]] == [2]
+    assert len(outcome.json["rows"]) == 6
 
     outcome = call("sweep", "--ckpt", RNN, *BRIEF)
     assert outcome.code == 130
-    assert re.search(r"\nmethod +window .*\nModelDrafter +2 ", outcome.out)
+    assert "interrupted: what is above was measured by then" in outcome.err
+    assert re.search(r"\nModelDrafter +2 ", outcome.out)
 
+    def interrupted_warm_up(self: MeasuredRace) -> None:
+        raise KeyboardInterrupt
 
-def test_the_table_is_ordered_by_the_lower_ends_of_the_intervals(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lower_ends = {2: 0.9, 3: 1.1, 4: 1.0}
-
-    def speedup(self: Comparison) -> Interval:
-        lower_end = lower_ends[self.case.num_draft_tokens]  # type: ignore[index]
-        return Interval(1.2, lower_end, 1.4)
-
-    monkeypatch.setattr(Comparison, "walltime_speedup", property(speedup))
-    text = succeed("sweep", "--ckpt", RNN, *BRIEF, "4").out
-    assert re.findall(r"^ModelDrafter +(\d)", text, re.M) == ["3", "4", "2"]
+    monkeypatch.setattr(MeasuredRace, "warm_up", interrupted_warm_up)
+    outcome = call("sweep", "--ckpt", RNN, *BRIEF)
+    assert outcome.code == 130
+    assert "interrupted before anything was measured" in outcome.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--num_draft_tokens", "0"], "num_draft_tokens must be"),
-        (["--repeats", "0"], "repeats must be at least 1"),
-        (["--drafts", "tiny"], "tiny"),
+        (["--num_draft_tokens", "some"], "num_draft_tokens"),
+        (["--minutes", "0"], "minutes must be"),
+        (["--drafts", "tiny"], "there is no draft 'tiny' to choose"),
+        (["--save", "a b"], "a pair is named by letters"),
     ],
     ids=str,
 )

@@ -511,7 +511,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another shape": (with_tensors(norm__weight=torch.ones(3)), "output_norm"),
     "no numbers": (with_tensors(norm__weight=torch.full((32,), torch.nan)), "not finite"),
-    "embeddings of its own": (with_tensors(embed_tokens__weight=torch.ones(23, 32)), "of its own"),
+    "separate embeddings": (with_tensors(embed_tokens__weight=torch.ones(23, 32)), "separate"),
     "another program's draft": (with_config(speculators_model_type="dflash"), "dflash"),
     "another norm": (with_config(norm_before_fc=True), "norm_before_fc"),
     "quantized": (with_config(quantization_config={"bits": 4}), "quantized"),

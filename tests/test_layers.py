@@ -16,7 +16,7 @@ from transformers.models.gptj.modeling_gptj import GPTJBlock
 
 from lightning_specdec.decoding import autoregressive_decode
 from lightning_specdec.drafters import EarlyExitDrafter
-from lightning_specdec.models import ExitStates, ModelOutput
+from lightning_specdec.models import ExitStates, KVState, ModelOutput
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.layers import LayerStack, cache_name
 from lightning_specdec.models.packed import quantize
@@ -106,6 +106,7 @@ def test_wherever_a_pass_is_split_it_is_the_whole_pass(family: str, num_layers: 
     while max(split.consumed) < LENGTH:
         for state in (split, whole):
             for row, length in enumerate(state.consumed):
+                assert isinstance(state, KVState)
                 for each in (buffer for pair in state.storage.layers.values() for buffer in pair):
                     each[row, :, length:] = 1e4
         width = generator.randint(1, 5)

@@ -189,9 +189,9 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         "is incomplete",
     ),
     "a tokenizer that is none": (put("tokenizer.json", "{}"), "tokenizer"),
-    "a state that cannot go back": (
-        edit_config(model_type="mamba", architectures=["MambaForCausalLM"], state_size=4),
-        "cannot be truncated: speculative decoding needs attention",
+    "no cache": (
+        edit_config(model_type="openai-gpt", architectures=["OpenAIGPTLMHeadModel"]),
+        "keeps no key-value cache, which speculative decoding needs",
     ),
 }
 

@@ -29,7 +29,7 @@ def test_every_shipped_pair_is_read() -> None:
     }
     assert pairs_by_name["tinyllama_llama3"].drafter.name == "CrossVocabulary"
     assert pairs_by_name["phi3_llama3"].drafter.name == "CrossVocabulary"
-    assert pairs_by_name["smollm2"].drafter.name == "NGramDrafter"
+    assert pairs_by_name["smollm2"].drafter.name == "NGramWithFallback"
     assert pairs_by_name["smollm2"].draft is None
     for pair in pairs_by_name.values():
         assert pair.description
@@ -52,6 +52,7 @@ def test_pairs_and_models_of_the_current_directory_come_first(
     assert len(list_pairs()) == len(PATHS) + 1
 
     target = get_pair("smollm2").target
+    assert target is not None
     local_copy = tmp_path / "checkpoints" / "smollm2"
     local_copy.mkdir(parents=True)
     assert target.location == "HuggingFaceTB/SmolLM2-135M-Instruct", "an empty directory is no copy"

@@ -117,7 +117,7 @@ def test_sampled_exact_match_is_standard_decoding() -> None:
 
 def test_the_caches_are_all_that_decoding_adds_to_the_weights() -> None:
     """A row of 512 tokens: keys and values of 30 layers, with 3 heads of 64 floats each."""
-    state = target().init_state(1, 511)
+    state: Any = target().init_state(1, 511)
     target()(torch.tensor(prompts()[:1]), state)
     num_bytes = 0
     for keys, values in state.storage.layers.values():

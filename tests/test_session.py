@@ -323,18 +323,18 @@ def never() -> AdaptiveWindow:
 def test_a_text_longer_than_the_targets_context_is_refused_before_decoding() -> None:
     model = Wrapped(cases.target("rnn"), 12)
     drafter = cases.drafter("near", "rnn")
-    message = "a prompt of 7 tokens and 6 new ones do not fit the target's context of 12"
+    message = "a prompt of 7 tokens and 7 new ones do not fit the target's context of 12"
     with pytest.raises(ValueError, match=message):
-        autoregressive_decode(model, cases.PROMPTS, max_new_tokens=6)
+        autoregressive_decode(model, cases.PROMPTS, max_new_tokens=7)
     with pytest.raises(ValueError, match=message):
-        open_session(model, drafter, cases.PROMPTS, max_new_tokens=6)
+        open_session(model, drafter, cases.PROMPTS, max_new_tokens=7)
     session = Session(model, drafter, max_length=40)
     with pytest.raises(ValueError, match=message):
-        session.add(cases.PROMPTS[3], max_new_tokens=6)
+        session.add(cases.PROMPTS[3], max_new_tokens=7)
     assert session.result().rows == []
     assert session.live == []
-    result = speculative_decode(model, drafter, cases.PROMPTS, max_new_tokens=5)
-    expected = autoregressive_decode(model, cases.PROMPTS, max_new_tokens=5)
+    result = speculative_decode(model, drafter, cases.PROMPTS, max_new_tokens=6)
+    expected = autoregressive_decode(model, cases.PROMPTS, max_new_tokens=6)
     assert result.tokens == expected.tokens
 
 

@@ -16,6 +16,7 @@ from cli_fixtures import call, here, succeed
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from lightning_specdec import RNN, ModelDrafter, SpeculativeDecoder
+from lightning_specdec.text import chat_template
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
 
 __all__ = ["here"]
@@ -251,6 +252,14 @@ PADDING = [
 TWICE = ["ns.x + ns.x", "ns.x ~ ns.x", "[ns.x, ns.x]|join", "ns.x.replace('x', 'xx')", "ns.x * 2"]
 
 
+LIMITS = "does not end within|needs more than 1024 MiB|writes more than|too (big|large|many)"
+NESTING = (
+    "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = TWICE %}{% endfor %}"
+)
+NESTED = ["[ns.x, ns.x]", "(ns.x, ns.x)", "{'a': ns.x, 'b': ns.x}", "namespace(a=ns.x, b=ns.x)"]
+WRITTEN = ["{{ ns.x }}", "{{ ns.x|string|length }}", "{{ ns.x|pprint }}", "{{ '%s' % [ns.x] }}"]
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -260,27 +269,34 @@ TWICE = ["ns.x + ns.x", "ns.x ~ ns.x", "[ns.x, ns.x]|join", "ns.x.replace('x', '
         (SHARED_RANGE, "does not end"),
         ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
         (EXPONENTIAL_CALLS, "does not end"),
-        ("{{ 'x' * 10**10 }}", "texts or lists larger than"),
-        ("{{ 10**10 * [1] }}", "texts or lists larger than"),
-        ("{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}", "texts larger than"),
-        *((DOUBLING.replace("TWICE", twice), "larger than") for twice in TWICE),
+        ("{{ 'x' * 10**10 }}", LIMITS),
+        ("{{ 10**10 * [1] }}", LIMITS),
+        ("{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}", LIMITS),
+        *((DOUBLING.replace("TWICE", twice), LIMITS) for twice in TWICE),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{{ 9 ** 9 ** 9 ** 9 }}", "powers"),
-        *((padding, "padded to widths larger than") for padding in PADDING),
-        ("{{ ('x'.encode() * 10**10)|length }}", "texts or lists larger than"),
-        ("{{ lipsum(n=10**6) }}", "'lipsum' is undefined"),
-        ("{{ 'x'|wordwrap(1) }}", "No filter named 'wordwrap'"),
+        ("{{ 9 ** 9 ** 9 ** 9 }}", LIMITS),
+        *((padding, LIMITS) for padding in PADDING),
+        ("{{ ('x'.encode() * 10**10)|length }}", LIMITS),
+        ("{{ lipsum(n=10**6) }}", LIMITS),
+        *((NESTING.replace("TWICE", twice) + WRITTEN[0], LIMITS) for twice in NESTED),
+        *((NESTING.replace("TWICE", NESTED[0]) + written, LIMITS) for written in WRITTEN),
+        (NESTING.replace("TWICE", NESTED[0]) + "{{ ns.x|tojson }}", LIMITS),
+        (NESTING.replace("TWICE", NESTED[2]) + "{{ ns.x|tojson }}", LIMITS),
     ],
 )
 def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(
-    template: str, message: str
+    template: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
     tokenizer = text_cases.byte_level()
     tokenizer.chat_template = template
     started = time.perf_counter()
     with pytest.raises(ValueError, match=message) as error:
         TextTokenizer(tokenizer).encode_chat(HELLO)
     assert "\n" not in str(error.value) and time.perf_counter() - started < 5
+    # The next chat is rendered again.
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert TextTokenizer(tokenizer).render_chat(HELLO) == HELLO[0]["content"]
 
 
 RENDERED = {

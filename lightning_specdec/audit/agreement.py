@@ -95,15 +95,15 @@ def _explain(
     Args:
         share: how many of the prompts differ, as text; empty for a single prompt.
     """
-    plain, drafted = pair
+    standard, speculative = pair
     target, _ = decoder.ready()
-    draft_lengths = [len(round_.drafted) for round_ in drafted.rounds or []]
+    draft_lengths = [len(round_.drafted) for round_ in speculative.rounds or []]
     divergence = find_divergence(
         target,
-        plain.prompt,
-        plain.tokens,
-        drafted.tokens,
-        number=plain.index,
+        standard.prompt,
+        standard.tokens,
+        speculative.tokens,
+        prompt_index=standard.index,
         sampling=Sampling.of(config),
         seed=config.seed,
         width=1 + max(draft_lengths, default=0),
@@ -112,14 +112,14 @@ def _explain(
 
     where = f"at token {divergence.position + 1}"
     if share:
-        where = f"first {where} of prompt {plain.index}"
-    separator = f"{share}, " if share else " "
+        finding = f"output differs{share}, first {where} of prompt {standard.index}"
+    else:
+        finding = f"output differs {where}"
+
     dtype = str(next(target.parameters()).dtype).removeprefix("torch.")
     near_tie = f"near-tie in {dtype}"
     if divergence.verdict == "tie":
-        return OutputAgreement("near-tie", f"output differs{separator}{where} ({near_tie})")
+        return OutputAgreement("near-tie", f"{finding} ({near_tie})")
     return OutputAgreement(
-        "fault",
-        f"output differs{separator}{where} "
-        f"(NOT a {near_tie}: `lightning_specdec audit` looks closer)",
+        "fault", f"{finding} (NOT a {near_tie}: `lightning_specdec audit` looks closer)"
     )

@@ -5,7 +5,7 @@ included. Round (`exact_round`): one round has the target's distribution, over e
 outcome, but for the most likely tokens only. No random error can make either fail.
 
 Each check also runs with a biased rule on the same pair. If it does not find the bias, it has not
-enough power, and the finding says so. A check that breaks is a finding too.
+enough power, and the finding reports this. A check that raises an error is a finding too.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class Auditor:
                     prompt,
                     standard_tokens,
                     tokens,
-                    number=prompt_index,
+                    prompt_index=prompt_index,
                     sampling=sampling,
                     seed=self.seed,
                     width=self.window + 1,
@@ -324,7 +324,7 @@ class Auditor:
     def stops(self, sampling: Sampling) -> tuple[int, ...]:
         """The EOS, and the token that most outputs of standard decoding contain inside.
 
-        Few outputs end by themselves, and what ends a text must be tried.
+        Few outputs reach EOS, and the check must include texts that end.
         """
         counts: Counter[int] = Counter()
         for tokens in self.decode(None, None, sampling, self.eos).tokens:

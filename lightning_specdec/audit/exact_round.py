@@ -50,7 +50,7 @@ MIN_REACHED_PROB = 64 / STEPS
 """Draft tokens below this probability under the target are not followed when logits are compared.
 """
 NOT_REACHED = -1
-"""Stands for the correction of a row whose round has ended before."""
+"""Replaces the correction of a row whose round has ended before."""
 
 RowPosition = tuple[int, int]
 """A row and a position in its round."""
@@ -112,10 +112,7 @@ def measure_round(
     Raises:
         ValueError: a round has too many drafts, or the rule is not a function of its numbers.
     """
-    top_k = num_top
-    if sampling.top_k is not None:
-        top_k = min(num_top, sampling.top_k)
-    sampling = replace(sampling, top_k=top_k)
+    sampling = replace(sampling, top_k=min(num_top, sampling.top_k or num_top))
     stage = Stage(
         target, drafter, prompt, rule=rule, sampling=sampling, num_draft_tokens=num_draft_tokens
     )
@@ -126,25 +123,42 @@ def measure_round(
     # Every draft, the ends of every token's interval, and random numbers, in one round.
     generator = torch.Generator().manual_seed(seed)
     path_numbers = [path.numbers for path in paths]
-    random_numbers: list[list[float]] = [[]] * NUM_RANDOM
-    played = stage.play([*path_numbers, *end_numbers, *random_numbers], generator)
-    ragged = stage.play(random_numbers, generator, ragged=True)
-    surprises = _num_surprises(rule, sampling, played) + _num_surprises(rule, sampling, ragged)
+    no_numbers: list[float] = []
+    random_rows = [no_numbers] * NUM_RANDOM
+    played = stage.play([*path_numbers, *end_numbers, *random_rows], generator)
+    ragged = stage.play(random_rows, generator, ragged=True)
+
+    surprises = _num_surprises(rule, sampling, played)
+    surprises += _num_surprises(rule, sampling, ragged)
     logits_error, logits_rounding = _compare_logits(stage, played)
-    law = RoundLaw(len(paths), 0.0, TOLERANCE, surprises, logits_error, logits_rounding)
+    law = RoundLaw(
+        len(paths),
+        surprises=surprises,
+        logits_error=logits_error,
+        logits_rounding=logits_rounding,
+    )
     if surprises:
         return law
 
+    drawn_paths, changed_prob = _drawn_paths(paths, played)
+    decisions = Decisions(rule, sampling, played, generator)
+    error = _largest_error(drawn_paths, decisions)
+    return replace(law, error=error, tolerance=TOLERANCE + left_out_prob + changed_prob)
+
+
+def _drawn_paths(paths: Sequence[Path], played: Played) -> tuple[dict[int, Path], float]:
+    """The drafts that their numbers have drawn in the first rows, and the others' probability.
+
+    Rounding in a larger batch may change a draft.
+    """
     drawn_paths = {}
+    changed_prob = 0.0
     for row, path in enumerate(paths):
         if tuple(played.drafted[row]) == path.tokens:
             drawn_paths[row] = path
         else:
-            # Rounding in the larger batch has changed the draft.
-            left_out_prob += path.prob
-    decisions = Decisions(rule, sampling, played, generator)
-    error = _largest_error(drawn_paths, decisions)
-    return replace(law, error=error, tolerance=TOLERANCE + left_out_prob)
+            changed_prob += path.prob
+    return drawn_paths, changed_prob
 
 
 def _num_surprises(rule: AcceptanceRule, sampling: Sampling, played: Played) -> int:
@@ -154,14 +168,16 @@ def _num_surprises(rule: AcceptanceRule, sampling: Sampling, played: Played) -> 
         return 0
     draft = played.draft
     noise = played.noise.to(played.logits.device)
+    draft_noise = noise[..., rule.draft_purpose]
+    expected_drafts = _expected_drafts(draft, draft_noise, played.drafted)
+
     verdict = rule.judge(draft, played.logits, sampling, noise)
-    all_num_accepted = verdict.num_accepted.tolist()
+    accepted_counts = verdict.num_accepted.tolist()
     next_tokens = verdict.next_tokens.tolist()
-    expected_drafts = _expected_drafts(draft, noise[..., rule.draft_purpose], played.drafted)
 
     num_surprises = 0
     for row, drafted in enumerate(played.drafted):
-        num_accepted = all_num_accepted[row]
+        num_accepted = accepted_counts[row]
         expected_tokens = [*drafted[:num_accepted], next_tokens[row]]
         is_expected = (
             drafted == expected_drafts[row]
@@ -180,18 +196,20 @@ def _expected_drafts(
     expected_drafts = []
     if draft.probs is not None:
         num_draft_tokens = draft.tokens.shape[1]
-        drawn = draw(draft.probs, uniform[:, :num_draft_tokens].contiguous()).tolist()
+        draft_uniform = uniform[:, :num_draft_tokens].contiguous()
+        drawn = draw(draft.probs, draft_uniform).tolist()
         for tokens, drawn_tokens in zip(drafted, drawn, strict=True):
             expected_drafts.append(drawn_tokens[: len(tokens)])
         return expected_drafts
 
     # A drafter that does not draw proposes the same token after the same tokens, whatever the
-    # numbers.
-    next_token: dict[Prefix, int] = {}
+    # numbers: the token that the first row with that prefix has.
+    token_after: dict[Prefix, int] = {}
     for tokens in drafted:
         expected_tokens = []
         for i, token in enumerate(tokens):
-            expected_tokens.append(next_token.setdefault(tuple(tokens[:i]), token))
+            prefix = tuple(tokens[:i])
+            expected_tokens.append(token_after.setdefault(prefix, token))
         expected_drafts.append(expected_tokens)
     return expected_drafts
 
@@ -202,27 +220,36 @@ def _compare_logits(stage: Stage, played: Played) -> tuple[float, float]:
     Compared at every position that follows tokens which the target can draw.
     """
     assert played.logits is not None and played.draft is not None
+    round_logits = played.logits
     draft_tokens = played.draft.tokens
-    drafts = draft_tokens.tolist()
-    width = played.logits.shape[1]
-    full_texts = [[*stage.text, *tokens] for tokens in drafts]
-    texts = [stage.text] * len(drafts)
+    num_rows, width, _ = round_logits.shape
 
     # The whole text in one call, and token by token.
+    drafts = draft_tokens.tolist()
+    full_texts = [[*stage.text, *tokens] for tokens in drafts]
     at_once, by_token = readings(stage.target, full_texts, width, (None, 1))
+
+    texts = [stage.text] * num_rows
     at_once = stage.sampling.process(at_once, texts, drafts)
     by_token = stage.sampling.process(by_token, texts, drafts)
 
+    # A position is reached if the target can draw every draft token before it.
     probs = stage.sampling.probs(at_once[:, :-1])
     token_probs = probs.gather(-1, draft_tokens[..., None])[..., 0]
-    can_follow = (token_probs > MIN_REACHED_PROB).cumprod(1)
+    can_draw = token_probs > MIN_REACHED_PROB
+    can_draw_all = can_draw.cumprod(1)
     # The position before the first draft token is always reached.
-    is_reached = torch.nn.functional.pad(can_follow, (1, 0), value=1) > 0
+    is_reached = torch.nn.functional.pad(can_draw_all, (1, 0), value=1) > 0
 
-    lengths = torch.tensor([[len(tokens)] for tokens in played.drafted], device=is_reached.device)
-    is_reached &= torch.arange(width, device=is_reached.device) <= lengths
-    error = difference(played.logits[is_reached], at_once[is_reached])
-    return error, rounding(stage.target, [at_once[is_reached], by_token[is_reached]])
+    # The positions after a row's last draft token are padding.
+    device = is_reached.device
+    lengths = torch.tensor([len(tokens) for tokens in played.drafted], device=device)
+    is_in_row = torch.arange(width, device=device) <= lengths[:, None]
+    is_compared = is_reached & is_in_row
+
+    error = difference(round_logits[is_compared], at_once[is_compared])
+    target_rounding = rounding(stage.target, [at_once[is_compared], by_token[is_compared]])
+    return error, target_rounding
 
 
 class Decisions:
@@ -239,24 +266,29 @@ class Decisions:
         self.sampling = sampling
         self.generator = generator
 
+        # Tokens that the target can draw anywhere, draft tokens, and those that the draft can draw.
         draft = played.draft
-        is_used = (sampling.probs(played.logits) > 0).flatten(0, 1).any(0)
+        target_can_draw = sampling.probs(played.logits) > 0
+        is_used = target_can_draw.flatten(0, 1).any(0)
         is_used[draft.tokens.flatten()] = True
         if draft.probs is not None:
             # A comparison with NaN, which may follow a row's draft, is false.
-            is_used |= (draft.probs > 0).flatten(0, 1).any(0)
+            draft_can_draw = draft.probs > 0
+            is_used |= draft_can_draw.flatten(0, 1).any(0)
         self.used_tokens = is_used.nonzero()[:, 0]
         """`[V]`, the token of the whole vocabulary for each index used here."""
 
         self.logits = played.logits[..., self.used_tokens]
         self.target_probs = sampling.probs(self.logits).double()
         """`[R, K + 1, V]`, what the target's tokens are drawn from."""
-        self.draft = Draft(
-            torch.searchsorted(self.used_tokens, draft.tokens.contiguous()),
-            draft.lengths,
-            None if draft.probs is None else draft.probs[..., self.used_tokens],
-            None if draft.logits is None else draft.logits[..., self.used_tokens],
-        )
+
+        # The used tokens ascend, so a token's index among them is its place in that order.
+        used_indices = torch.searchsorted(self.used_tokens, draft.tokens.contiguous())
+        self.draft = Draft(used_indices, draft.lengths)
+        if draft.probs is not None:
+            self.draft.probs = draft.probs[..., self.used_tokens]
+        if draft.logits is not None:
+            self.draft.logits = draft.logits[..., self.used_tokens]
 
     def search(
         self, row_positions: Sequence[RowPosition], purpose: Purpose
@@ -270,6 +302,7 @@ class Decisions:
             return {}
         all_rows, all_positions = torch.tensor(row_positions).unbind(1)
 
+        # Function i is the decision at row position i, as a function of one uniform number.
         def decide(functions: Tensor, uniform: Tensor) -> Tensor:
             rows = all_rows[functions]
             positions = all_positions[functions]
@@ -298,12 +331,14 @@ class Decisions:
 
     def _decide(self, rows: Tensor, positions: Tensor, purpose: Purpose, noise: Tensor) -> Tensor:
         """What the rule decides at the positions of these rows `[N]`."""
-        draft = Draft(
-            self.draft.tokens[rows],
-            None if self.draft.lengths is None else self.draft.lengths[rows],
-            None if self.draft.probs is None else self.draft.probs[rows],
-            None if self.draft.logits is None else self.draft.logits[rows],
-        )
+        draft = Draft(self.draft.tokens[rows])
+        if self.draft.lengths is not None:
+            draft.lengths = self.draft.lengths[rows]
+        if self.draft.probs is not None:
+            draft.probs = self.draft.probs[rows]
+        if self.draft.logits is not None:
+            draft.logits = self.draft.logits[rows]
+
         verdict = self.rule.judge(draft, self.logits[rows], self.sampling, noise)
         num_accepted = verdict.num_accepted.cpu()
         if purpose is Purpose.ACCEPT:
@@ -318,6 +353,31 @@ def _largest_error(paths: dict[int, Path], decisions: Decisions) -> float:
     Args:
         paths: the drafts, by their rows.
     """
+    committed_probs = _committed_probs(paths, decisions)
+    position_of_prefix: dict[Prefix, RowPosition] = {}
+    for row, path in paths.items():
+        for position in range(len(path.tokens) + 1):
+            prefix = path.tokens[:position]
+            position_of_prefix.setdefault(prefix, (row, position))
+
+    used_tokens = decisions.used_tokens.tolist()
+    largest_error = 0.0
+    for prefix, probs_by_token in committed_probs.items():
+        token_probs = [probs_by_token.get(token, 0.0) for token in used_tokens]
+        round_probs = torch.tensor(token_probs, dtype=torch.float64)
+
+        # P(s, anything) * target_prob(t | s)
+        target_probs = decisions.target_probs[position_of_prefix[prefix]].cpu()
+        prefix_prob = round_probs.sum() / target_probs.sum()
+        expected_probs = target_probs * prefix_prob
+        largest_error = max(largest_error, difference(round_probs, expected_probs))
+    return largest_error
+
+
+def _committed_probs(
+    paths: dict[int, Path], decisions: Decisions
+) -> dict[Prefix, dict[int, float]]:
+    """P(s, t): the probability that a round commits the prefix s and then the token t."""
     # A round ends at a draft token that is rejected, or after the last one.
     draft_positions: list[RowPosition] = []
     end_positions: list[RowPosition] = []
@@ -329,16 +389,14 @@ def _largest_error(paths: dict[int, Path], decisions: Decisions) -> float:
     keep_shares = decisions.search(draft_positions, Purpose.ACCEPT)
     correction_shares = decisions.search(end_positions, Purpose.CORRECT)
 
-    # P(s, t): the probability that a round commits the prefix s and then the token t.
     committed_probs: dict[Prefix, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    position_of_prefix: dict[Prefix, RowPosition] = {}
     for row, path in paths.items():
         reached_prob = path.prob
         for position in range(len(path.tokens) + 1):
             row_position = (row, position)
             prefix = path.tokens[:position]
-            position_of_prefix.setdefault(prefix, row_position)
 
+            # The round ends here. After the last draft token it always does.
             keep_prob = keep_shares.get(row_position, {}).get(1, 0.0)
             if keep_prob < 1:
                 rejected_prob = reached_prob * (1 - keep_prob)
@@ -346,23 +404,12 @@ def _largest_error(paths: dict[int, Path], decisions: Decisions) -> float:
                     if token != NOT_REACHED:
                         committed_probs[prefix][token] += rejected_prob * share
 
+            # The draft token is kept, and the round goes on.
             reached_prob *= keep_prob
             if not reached_prob:
                 break
             committed_probs[prefix][path.tokens[position]] += reached_prob
-
-    used_tokens = decisions.used_tokens.tolist()
-    largest_error = 0.0
-    for prefix, probs_by_token in committed_probs.items():
-        round_probs = torch.tensor(
-            [probs_by_token.get(token, 0.0) for token in used_tokens], dtype=torch.float64
-        )
-        # P(s, anything) * target_prob(t | s)
-        target_probs = decisions.target_probs[position_of_prefix[prefix]]
-        prefix_prob = round_probs.sum() / target_probs.sum().cpu()
-        expected_probs = target_probs.cpu() * prefix_prob
-        largest_error = max(largest_error, difference(round_probs, expected_probs))
-    return largest_error
+    return committed_probs
 
 
 class _Brackets(NamedTuple):
@@ -388,24 +435,24 @@ class _Brackets(NamedTuple):
         """
         # Column i of the points is where piece i begins and piece i - 1 ends.
         cuts = torch.arange(num_pieces + 1)
-        points = self.low[:, None] + (self.high - self.low)[:, None] * cuts // num_pieces
+        lengths = self.high - self.low
+        points = self.low[:, None] + lengths[:, None] * cuts // num_pieces
+
+        # The values at the first and the last point are known.
         inner_points = points[:, 1:-1]
         inner_functions = self.functions.repeat_interleave(num_pieces - 1)
         inner_values = evaluate(inner_functions, inner_points.flatten())
-        values = torch.cat(
-            (
-                self.low_values[:, None],
-                inner_values.unflatten(0, inner_points.shape),
-                self.high_values[:, None],
-            ),
-            dim=1,
-        )
+        first_column = self.low_values[:, None]
+        inner_columns = inner_values.unflatten(0, inner_points.shape)
+        last_column = self.high_values[:, None]
+        values = torch.cat((first_column, inner_columns, last_column), dim=1)
+
         return _Brackets(
-            self.functions.repeat_interleave(num_pieces),
-            points[:, :-1].flatten(),
-            points[:, 1:].flatten(),
-            values[:, :-1].flatten(),
-            values[:, 1:].flatten(),
+            functions=self.functions.repeat_interleave(num_pieces),
+            low=points[:, :-1].flatten(),
+            high=points[:, 1:].flatten(),
+            low_values=values[:, :-1].flatten(),
+            high_values=values[:, 1:].flatten(),
         )
 
 
@@ -428,7 +475,8 @@ def find_shares(
     """
 
     def evaluate(functions: Tensor, numbers: Tensor) -> Tensor:
-        return ask(functions, numbers.double().div(STEPS).float())
+        uniform = numbers.double() / STEPS
+        return ask(functions, uniform.float())
 
     functions = torch.arange(num_functions)
     low = torch.zeros_like(functions)
@@ -440,18 +488,21 @@ def find_shares(
 
     brackets = _Brackets(functions, low, high, low_values, high_values)
     brackets = brackets.select(low_values != high_values)
+    max_brackets = MAX_STEPS * (1 + num_functions)
     while len(brackets.functions):
-        if len(brackets.functions) > MAX_STEPS * (1 + num_functions):
+        if len(brackets.functions) > max_brackets:
             raise ValueError(
                 f"{name} is not a function of its random numbers, or one of too many steps"
             )
+
         # Between neighboring numbers the step is found.
         is_narrow = brackets.high - brackets.low <= 1
         narrow = brackets.select(is_narrow)
-        columns = (narrow.functions, narrow.high, narrow.low_values)
-        for function, end, value in torch.stack(columns, dim=1).tolist():
+        steps = torch.stack((narrow.functions, narrow.high, narrow.low_values), dim=1)
+        for function, end, value in steps.tolist():
             value_ends[function].append((end, value))
 
+        # The others are cut, and only pieces with a step inside are searched further.
         brackets = brackets.select(~is_narrow).split(evaluate, pieces)
         brackets = brackets.select(brackets.low_values != brackets.high_values)
 

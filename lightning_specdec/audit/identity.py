@@ -23,7 +23,7 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, draw, noise_table
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 COPIES = 4
 """Batch size for reading a text as one of several rows."""
@@ -50,19 +50,30 @@ def readings(
             has a width of 1.
     """
     tokens = torch.tensor(texts, device=target.device)
-    num_earlier = tokens.shape[1] - num_positions
     results = []
     for width in widths:
         if width is None:
             logits = target(tokens, logits_for=slice(-num_positions, None)).logits
         else:
-            state = target.init_state(*tokens.shape)
-            if num_earlier:
-                target(tokens[:, :num_earlier], state, logits_for=slice(-1, None))
-            pieces = tokens[:, num_earlier:].split(width, dim=1)
-            logits = torch.cat([target(piece, state).logits for piece in pieces], dim=1)
+            logits = _read_in_pieces(target, tokens, num_positions, width)
         results.append(logits.float())
     return results
+
+
+def _read_in_pieces(
+    target: LanguageModel, tokens: Int[Tensor, "N T"], num_positions: int, width: int
+) -> Float[Tensor, "N P V"]:
+    """The logits of the last positions: `width` tokens at a time, after a call on those before."""
+    num_texts, num_tokens = tokens.shape
+    num_earlier = num_tokens - num_positions
+    state = target.init_state(num_texts, num_tokens)
+    if num_earlier:
+        target(tokens[:, :num_earlier], state, logits_for=slice(-1, None))
+
+    logits = []
+    for piece in tokens[:, num_earlier:].split(width, dim=1):
+        logits.append(target(piece, state).logits)
+    return torch.cat(logits, dim=1)
 
 
 def rounding(target: LanguageModel, logits: Sequence[Float[Tensor, "*P V"]]) -> float:
@@ -79,11 +90,17 @@ def rounding(target: LanguageModel, logits: Sequence[Float[Tensor, "*P V"]]) -> 
         if weight.dtype.is_floating_point:
             spacings.append(torch.finfo(weight.dtype).eps)
     # A quantized target may have no floating-point weights.
-    spacing = max(spacings, default=torch.finfo(torch.float32).eps)
+    relative_spacing = max(spacings, default=torch.finfo(torch.float32).eps)
 
-    largest_logit = max(float(reading[reading.isfinite()].abs().max()) for reading in logits)
-    differences = [difference(reading, logits[0]) for reading in logits[1:]]
-    return max([largest_logit * spacing, *differences])
+    largest_logit = 0.0
+    for reading in logits:
+        finite_logits = reading[reading.isfinite()]
+        largest_logit = max(largest_logit, float(finite_logits.abs().max()))
+    spacing = largest_logit * relative_spacing
+
+    first_reading, *other_readings = logits
+    differences = [difference(reading, first_reading) for reading in other_readings]
+    return max([spacing, *differences])
 
 
 def difference(tensor: Tensor, other_tensor: Tensor) -> float:
@@ -127,7 +144,7 @@ def find_divergence(
     standard: Sequence[int],
     other: Sequence[int],
     *,
-    number: int,
+    prompt_index: int,
     sampling: Sampling,
     seed: int,
     width: int,
@@ -135,7 +152,7 @@ def find_divergence(
     """Where two outputs for a prompt diverge; None if they are equal.
 
     Args:
-        number: index of the prompt, which keys its noise together with `seed`.
+        prompt_index: keys the prompt's noise together with `seed`.
         width: number of tokens that a round's target call reads.
     """
     if list(standard) == list(other):
@@ -143,23 +160,28 @@ def find_divergence(
     position = num_shared(standard, other)
     if position in (len(standard), len(other)):
         # One output is the beginning of the other. No rounding of logits ends a text.
-        return Divergence(number, position)
+        return Divergence(prompt_index, position)
 
-    tokens = (standard[position], other[position])
+    standard_token = standard[position]
+    other_token = other[position]
     text = [*prompt, *standard[:position]]
     logits = _next_token_logits(target, text, sampling, width)
-    standard_token, other_token = tokens
-    gaps = [abs(float(reading[standard_token] - reading[other_token])) for reading in logits]
+    gaps = []
+    for reading in logits:
+        gap = reading[standard_token] - reading[other_token]
+        gaps.append(abs(float(gap)))
+
+    tokens = (standard_token, other_token)
     if sampling.greedy:
         margin = min(gaps)
         # Both logits of the gap may move.
-        moved = 2 * rounding(target, logits)
+        movement = 2 * rounding(target, logits)
     else:
-        noise = noise_table(seed, number, position + 1)
+        noise = noise_table(seed, prompt_index, position + 1)
         uniform = float(noise[position, Purpose.CORRECT])
-        margin, moved = _draw_margin(sampling, logits, tokens, uniform)
-    verdict = "tie" if margin <= moved else "bug"
-    return Divergence(number, position, tokens, gaps[0], margin, moved, verdict)
+        margin, movement = _draw_margin(sampling, logits, tokens, uniform)
+    verdict = "tie" if margin <= movement else "bug"
+    return Divergence(prompt_index, position, tokens, gaps[0], margin, movement, verdict)
 
 
 def _next_token_logits(
@@ -170,7 +192,13 @@ def _next_token_logits(
     num_positions = min(len(text), 2 * width + 1)
     batches = readings(target, [text], num_positions, (None, 1, width))
     batches += readings(target, [text] * COPIES, num_positions, (None, width))
-    return [sampling.process(batch[:1, -1:], [text])[0, 0] for batch in batches]
+
+    next_token_logits = []
+    for batch in batches:
+        last_logits = batch[:1, -1:]  # all rows of a batch are the same text
+        processed = sampling.process(last_logits, [text])
+        next_token_logits.append(processed[0, 0])
+    return next_token_logits
 
 
 def _draw_margin(
@@ -189,29 +217,33 @@ def _draw_margin(
         The distance in the reading that is nearest to the other token, and the largest movement of
         an interval's end between two readings.
     """
-    probs = [sampling.probs(reading) for reading in logits]
+    all_probs = [sampling.probs(reading) for reading in logits]
+
     # Token t is drawn by the numbers between ends t - 1 and t.
     interval_ends = []
-    for reading_probs in probs:
-        cumulative = reading_probs.double().cumsum(-1)
-        interval_ends.append(cumulative / reading_probs.double().sum(-1))
+    for probs in all_probs:
+        double_probs = probs.double()
+        interval_ends.append(double_probs.cumsum(-1) / double_probs.sum(-1))
 
     movements = [difference(*pair) for pair in combinations(interval_ends, 2)]
-    moved = max(movements) + 4 * torch.finfo(torch.float32).eps
+    rounding_of_probs = 4 * torch.finfo(torch.float32).eps
+    movement = max(movements) + rounding_of_probs
 
     margin = 1.0
-    for reading_probs, highs in zip(probs, interval_ends, strict=True):
-        number = torch.tensor(uniform, dtype=torch.float64, device=reading_probs.device)
-        drawn_token = int(draw(reading_probs, number))
+    for probs, highs in zip(all_probs, interval_ends, strict=True):
+        number = torch.tensor(uniform, dtype=torch.float64, device=probs.device)
+        drawn_token = int(draw(probs, number))
         lows = torch.nn.functional.pad(highs, (1, 0))
+
+        # How far the number is from the intervals of the tokens that this reading does not draw.
         distances = []
         for token in tokens:
             if token != drawn_token:
-                below = float(lows[token]) - uniform
-                above = uniform - float(highs[token])
-                distances.append(max(below, above, 0.0))
+                distance_below = float(lows[token]) - uniform
+                distance_above = uniform - float(highs[token])
+                distances.append(max(distance_below, distance_above, 0.0))
         margin = min(margin, max(distances, default=0.0))
-    return margin, moved
+    return margin, movement
 
 
 @torch.inference_mode()
@@ -233,19 +265,29 @@ def num_wrong_rounds(
         text: the rounds use the logits after its last tokens.
         width: number of tokens that a round's target call reads.
     """
-    text_logits = readings(target, [text], min(width, len(text)))[0]
-    ranked_tokens = text_logits.argsort(-1, descending=True)[0, :-1, :NUM_RANKS]
-    drafted = ranked_tokens.T.repeat(NUM_FORGED, 1)
-    logits = text_logits.expand(len(drafted), -1, -1)
+    num_positions = min(width, len(text))
+    (text_logits,) = readings(target, [text], num_positions)
+
+    # One draft for each rank, of the target's tokens with that rank; all drafts many times.
+    ranked_tokens = text_logits[0, :-1].argsort(-1, descending=True)
+    forged_drafts = ranked_tokens[:, :NUM_RANKS].T
+    drafted = forged_drafts.repeat(NUM_FORGED, 1)
+    num_rounds = len(drafted)
+    logits = text_logits.expand(num_rounds, -1, -1)
 
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.rand(*logits.shape[:2], len(Purpose), generator=generator).to(logits.device)
+    noise = torch.rand(num_rounds, num_positions, len(Purpose), generator=generator)
+    noise = noise.to(logits.device)
     verdict = rule.judge(Draft(drafted), logits, sampling, noise)
 
     # The target's own tokens with the same numbers, as far as the draft agrees, and one more.
-    target_tokens = sampling.sample(logits, noise[..., Purpose.CORRECT].contiguous())
-    num_agreed = (target_tokens[:, :-1] == drafted).cumprod(1).sum(1)
+    target_noise = noise[..., Purpose.CORRECT].contiguous()
+    target_tokens = sampling.sample(logits, target_noise)
+    agrees = target_tokens[:, :-1] == drafted
+    num_agreed = agrees.cumprod(1).sum(1)
     next_tokens = target_tokens.gather(1, num_agreed[:, None])[:, 0]
 
-    is_right = (verdict.num_accepted == num_agreed) & (verdict.next_tokens == next_tokens)
-    return int((~is_right).sum())
+    has_right_count = verdict.num_accepted == num_agreed
+    has_right_token = verdict.next_tokens == next_tokens
+    is_wrong = ~(has_right_count & has_right_token)
+    return int(is_wrong.sum())

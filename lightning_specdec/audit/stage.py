@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_specdec.audit.identity import readings
 from lightning_specdec.decoding import Session
+from lightning_specdec.decoding.requests import Request
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, Verdict
@@ -75,12 +76,15 @@ class Stage:
         self.sampling = sampling
         self.width = num_draft_tokens + 1
 
-        logits = sampling.process(readings(target, [prompt], 1)[0], [prompt])
+        (logits,) = readings(target, [prompt], 1)
+        logits = sampling.process(logits, [prompt])
         probs = sampling.probs(logits)[0, 0].cpu()
         self._first_token = int(probs.argmax())
+
         # The middle of the token's interval, which draws it even if the round has other logits.
         interval_middles = probs.cumsum(0) - probs / 2
-        self._first_number = float(interval_middles[self._first_token] / probs.sum())
+        middle = interval_middles[self._first_token]
+        self._first_number = float(middle / probs.sum())
         self.text = [*prompt, self._first_token]
         """The tokens that the round continues."""
 
@@ -99,30 +103,13 @@ class Stage:
             ragged: give the rows windows of 1 to K draft tokens.
         """
         noise = self._noise(rows, generator)
-        num_rows = len(rows)
-        longest = 2 * self.width
-        max_new_tokens = [longest] * num_rows
-        if ragged:
-            # The first round commits one token, and the last token is never drafted: this leaves
-            # room for 1 to K draft tokens.
-            num_draft_tokens = self.width - 1
-            max_new_tokens = [3 + i % num_draft_tokens for i in range(num_rows)]
-
         # A copy, since its `judge` is replaced.
         rule = copy(self.rule)
-        session = Session(
-            self.target,
-            self.drafter,
-            max_length=len(self.prompt) + longest,
-            rule=rule,
-            sampling=self.sampling,
-            num_draft_tokens=self.width - 1,
-            batch_size=num_rows,
-        )
-        requests = [session.add(self.prompt, max_new_tokens=length) for length in max_new_tokens]
+        session, requests = self._open_session(rule, len(rows), ragged=ragged)
         noise_table = session._batch.noise
         assert noise_table is not None, "nothing is drawn at random"
 
+        # The first round, which ends with the same token in every row.
         noise_table[:, : self.width] = self._first_number
         rule.judge = self._reject  # type: ignore[assignment, method-assign]
         session.step()
@@ -133,6 +120,7 @@ class Stage:
             judged.append((draft, logits))
             return self.rule.judge(draft, logits, *arguments)
 
+        # The second round, which is the one to play.
         position = requests[0].num_new
         noise_table[:, position : position + self.width] = noise.to(session.device)
         rule.judge = record_and_judge  # type: ignore[assignment, method-assign]
@@ -144,6 +132,30 @@ class Stage:
         # Only the numbers of the positions that were judged.
         noise = noise[:, : logits.shape[1]]
         return Played(noise, draft, logits, _drafted_tokens(draft), committed)
+
+    def _open_session(
+        self, rule: AcceptanceRule, num_rows: int, *, ragged: bool
+    ) -> tuple[Session, list[Request]]:
+        """A session with the prompt in every row, and its rows. Arguments as of `play`."""
+        num_draft_tokens = self.width - 1
+        longest = 2 * self.width
+        max_new_tokens = [longest] * num_rows
+        if ragged:
+            # The first round commits one token, and the last token is never drafted: this leaves
+            # room for 1 to K draft tokens.
+            max_new_tokens = [3 + i % num_draft_tokens for i in range(num_rows)]
+
+        session = Session(
+            self.target,
+            self.drafter,
+            max_length=len(self.prompt) + longest,
+            rule=rule,
+            sampling=self.sampling,
+            num_draft_tokens=num_draft_tokens,
+            batch_size=num_rows,
+        )
+        requests = [session.add(self.prompt, max_new_tokens=length) for length in max_new_tokens]
+        return session, requests
 
     def _noise(
         self, rows: Sequence[Sequence[float]], generator: torch.Generator | None
@@ -160,11 +172,11 @@ class Stage:
 
     def _reject(self, draft: Draft, logits: Tensor, *arguments: Any) -> Verdict:
         """Reject all draft tokens and let the same token follow in every row."""
-        none_kept = torch.zeros_like(draft.tokens, dtype=torch.bool)
-        endings = torch.full(logits.shape[:2], self._first_token, device=none_kept.device)
+        none_accepted = torch.zeros_like(draft.tokens, dtype=torch.bool)
+        endings = torch.full(logits.shape[:2], self._first_token, device=none_accepted.device)
         # A lossy rule also reports which tokens it changed: none.
-        changed = None if self.rule.lossless else none_kept
-        return Verdict(none_kept, endings, changed)
+        changed = None if self.rule.lossless else none_accepted
+        return Verdict(none_accepted, endings, changed)
 
 
 def _drafted_tokens(draft: Draft) -> list[list[int]]:
@@ -255,11 +267,11 @@ def _intervals(probs: Float[Tensor, "V"]) -> list[TokenInterval]:
     """Each token that can be drawn, with its interval of uniform numbers."""
     tokens = (probs > 0).nonzero()[:, 0]
     cumulative = probs[tokens].double().cumsum(0)
-    highs = (cumulative / cumulative[-1]).tolist()
+    interval_ends = (cumulative / cumulative[-1]).tolist()
 
     intervals = []
     low = 0.0
-    for token, high in zip(tokens.tolist(), highs, strict=True):
+    for token, high in zip(tokens.tolist(), interval_ends, strict=True):
         intervals.append(TokenInterval(token, low, high))
         low = high
     return intervals

@@ -83,7 +83,13 @@ class HuggingFace:
         for index, prompt, output_row in zip(indices, prompts, output_rows, strict=True):
             new_tokens = output_row[prompt_width:]
             rows.append(_row_result(index, prompt, new_tokens, eos, streamer.token_seconds))
-        return DecodeResult(rows, seconds, {}, streamer.num_calls, peak_memory_bytes(model.device))
+        return DecodeResult(
+            rows,
+            seconds,
+            phase_seconds={},
+            num_target_calls=streamer.num_calls,
+            peak_memory_bytes=peak_memory_bytes(model.device),
+        )
 
     def _drafting_options(
         self, method: str, config: DecodingConfig, draft: str | None

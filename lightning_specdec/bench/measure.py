@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_specdec.bench.pieces import (
+    PIECE_TOKENS,
+    Stream,
+    Tape,
+    pairs_by_turn,
+    take_turns,
+)
 from lightning_specdec.bench.records import (
     DRAFTING,
     HUGGING_FACE,
@@ -34,8 +41,10 @@ from lightning_specdec.decoding import (
     Window,
     autoregressive_decode,
     merge_results,
+    open_session,
     speculative_decode,
 )
+from lightning_specdec.decoding.autoregressive import open_standard
 from lightning_specdec.decoding.calibration import load_or_measure
 from lightning_specdec.decoding.requests import check_batch, check_eos, num_shared
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
@@ -158,7 +167,43 @@ class Case:
     def run(self, repeat: int) -> tuple[Record, DecodeResult]:
         """Decode once, with the seed of that repeat."""
         result = self.decode(seed=self.config.seed + repeat)
-        return self.row(repeat, **_figures(self, result)), result
+        return self.measured(repeat, result), result
+
+    def measured(self, repeat: int, result: DecodeResult, **figures: Any) -> Record:
+        """The row of a repeat with the figures of its result, and others."""
+        return self.row(repeat, **_figures(self, result), **figures)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that the prompts are decoded in."""
+        return -(-len(self.prompts) // self.batch_size)
+
+    def tape(self, repeat: int = 0, *, is_endless: bool = False) -> Tape:
+        """The case as a tape, whose answers are the batches of prompts in their order.
+
+        Args:
+            repeat: the repeat whose seed is used.
+            is_endless: whether the prompts are decoded again and again, with the seeds of further
+                repeats.
+        """
+        return Tape(
+            lambda number: self._open(number, repeat),
+            num_answers=None if is_endless else self.num_batches,
+            whole_answers=self.target.device.type == "cuda",
+        )
+
+    def _open(self, number: int, repeat: int) -> Stream:
+        """Open the stream of a batch by its number; further rounds through the prompts follow."""
+        further_repeats, batch_number = divmod(number, self.num_batches)
+        start = batch_number * self.batch_size
+        batch = self.prompts[start : start + self.batch_size]
+        texts = [list(prompt.tokens) for prompt in batch]
+        indices = list(range(start, start + len(batch)))
+        config = self.config.changed(seed=self.config.seed + repeat + further_repeats)
+        if self.method == STANDARD:
+            return Stream(open_standard(self.target, texts, config, indices=indices))
+        assert isinstance(self.drafter, Drafter)
+        return Stream(open_session(self.target, self.drafter, texts, config, indices=indices))
 
     def row(self, repeat: int, **figures: Any) -> Record:
         """A row with the settings of the case and these figures."""
@@ -198,8 +243,10 @@ def measure(
     repeats: int = 5,
     warmup: int = 1,
     known: Mapping[tuple[Any, ...], Record] | None = None,
+    in_pieces: bool = False,
+    on_warm_up: Callable[[Case, float], None] = lambda case, seconds: None,
 ) -> Iterator[Record]:
-    """Measure cases that are compared with each other; yields each row as it is measured.
+    """Measure cases that are compared with each other; yields each row after its measurement.
 
     All cases are warmed up, then take turns (A B A B), so that a machine that drifts is fair to
     all. Repeat i has the seed of the config plus i. A case that fails yields one row with its error
@@ -210,6 +257,9 @@ def measure(
         repeats: timed runs of each case.
         warmup: untimed runs before them.
         known: rows of earlier runs by cell and repeat, which are not measured again.
+        in_pieces: whether the cases, which are standard and speculative decoding, take turns after
+            every few rounds of a text, instead of after each repeat. Needs the memory of both.
+        on_warm_up: called after each untimed run with its case and its seconds.
     """
     require_int("repeats", repeats, 1)
     require_int("warmup", warmup, 0)
@@ -223,12 +273,33 @@ def measure(
         try:
             prepared_case = case.prepared()
             for repeat in range(warmup):
-                prepared_case.decode(seed=case.config.seed + repeat)
+                result = prepared_case.decode(seed=case.config.seed + repeat)
+                on_warm_up(case, result.seconds)
         except case.failures as error:
             yield case.failed(missing[0], error)
         else:
             ready_cases[case_index] = prepared_case
 
+    if in_pieces and len(ready_cases) == len(cases) == 2:
+        standard, speculative = ready_cases.values()
+        yield from _measure_in_pieces(standard, speculative, repeats)
+    else:
+        yield from _measure_whole_repeats(cases, ready_cases, repeats, known)
+
+
+def _measure_whole_repeats(
+    cases: Sequence[Case],
+    ready_cases: dict[int, Case],
+    repeats: int,
+    known: Mapping[tuple[Any, ...], Record],
+) -> Iterator[Record]:
+    """Measure cases that take turns after each repeat.
+
+    Args:
+        cases: all cases.
+        ready_cases: those that are measured, by their index; a case that fails is removed.
+        repeats, known: as of `measure`.
+    """
     standard_cell = cases[0].cell
     for repeat in range(repeats):
         expected: DecodeResult | Record | None = known.get((standard_cell, repeat))
@@ -247,6 +318,81 @@ def measure(
             if case.keeps_tokens:
                 row = replace(row, **_beside(result, expected))
             yield row
+
+
+def _measure_in_pieces(standard: Case, speculative: Case, repeats: int) -> Iterator[Record]:
+    """Measure two cases that take turns after every few rounds; yields the rows of each repeat.
+
+    A case that fails yields one row with its error, and ends the measurement.
+    """
+    for repeat in range(repeats):
+        try:
+            measured = _run_in_pieces(standard, speculative, repeat)
+        except FAILURES as error:
+            try:
+                standard.decode(seed=standard.config.seed + repeat)
+            except FAILURES as standard_error:
+                yield standard.failed(repeat, standard_error)
+            else:
+                yield speculative.failed(repeat, error)
+            return
+        yield measured.standard_row
+        yield measured.row
+
+
+class MeasuredPair(NamedTuple):
+    """One repeat of standard decoding and of another case that took turns with it."""
+
+    standard_row: Record
+    row: Record
+    standard_result: DecodeResult
+    result: DecodeResult
+
+    @property
+    def comparison(self) -> Comparison:
+        """The figures of the other case beside those of standard decoding."""
+        return comparisons([self.standard_row, self.row])[-1]
+
+
+def _run_in_pieces(standard: Case, speculative: Case, repeat: int) -> MeasuredPair:
+    """Run one repeat of two cases that take turns after every few rounds."""
+    standard_tape = standard.tape(repeat)
+    tape = speculative.tape(repeat)
+    for _ in take_turns([standard_tape, tape], piece_tokens=PIECE_TOKENS * standard.batch_size):
+        pass
+    standard_result = merge_results(standard_tape.results())
+    result = merge_results(tape.results())
+    pieces = list(pairs_by_turn(standard_tape, tape).values())
+
+    standard_row = standard.measured(repeat, standard_result)
+    row = speculative.measured(repeat, result, pieces=pieces)
+    if standard.keeps_tokens:
+        standard_row = replace(standard_row, same_tokens=True)
+    if speculative.keeps_tokens:
+        row = replace(row, **_beside(result, standard_result))
+    return MeasuredPair(standard_row, row, standard_result, result)
+
+
+def compare_once(
+    target: LanguageModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+) -> MeasuredPair:
+    """Decode prompts once with and without a drafter, in turns, after a short warm-up.
+
+    Args:
+        target, drafter: in the form that is to be measured.
+
+    Raises:
+        ValueError: the pair cannot decode these prompts with these settings.
+    """
+    standard = _standard_case(target, prompts, config, batch_size=1)
+    name = DRAFTERS.name_of(type(drafter))
+    speculative = replace(standard, method=SPECULATIVE, drafter=drafter, draft=name)
+    for case in (standard, speculative):
+        case.tape().run_piece(PIECE_TOKENS)
+    return _run_in_pieces(standard, speculative, repeat=0)
 
 
 def missing_repeats(case: Case, repeats: int, known: Mapping[tuple[Any, ...], Record]) -> list[int]:
@@ -272,7 +418,7 @@ def benchmark(
     batch_size: int = 1,
     mode: str = "both",
 ) -> Comparison:
-    """Speculative decoding beside standard decoding.
+    """Speculative decoding compared with standard decoding.
 
     Args:
         target, drafter: in the form that decodes: packed and fused.
@@ -311,8 +457,8 @@ def sweep(
     warmup: int = 1,
     batch_size: int = 1,
 ) -> Iterator[Comparison]:
-    """Every drafter with every window that it can fill, beside standard decoding; yields each
-    comparison as it is measured.
+    """Every drafter with every window that it can fill, and standard decoding; yields each
+    comparison after its measurement.
 
     A case that fails is yielded with its error. On Ctrl-C, what both methods have finished is
     yielded, then KeyboardInterrupt is raised.
@@ -407,7 +553,7 @@ def _compare(
     interrupted = False
     try:
         # One by one, so that the rows before Ctrl-C stay.
-        for row in measure(cases, repeats=repeats, warmup=warmup):
+        for row in measure(cases, repeats=repeats, warmup=warmup, in_pieces=True):
             rows.append(row)
     except KeyboardInterrupt:
         interrupted = True

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from lightning_specdec.bench.statistics import LEVEL, Interval, ratio_interval
+from lightning_specdec.bench.statistics import (
+    LEVEL,
+    Interval,
+    Pair,
+    piece_interval,
+    ratio_interval,
+)
 from lightning_specdec.bench.theory import predicted_speedup
 from lightning_specdec.bench.verdict import Verdict, judge
 from lightning_specdec.decoding.timing import PHASES
@@ -51,6 +57,8 @@ class Record:
         same_tokens: whether the tokens are standard decoding's; None if they may differ.
         differs_at: prompt and token at which they first differ.
         num_changed: for a lossy rule, tokens that the target would not have drawn.
+        pieces: seconds of standard decoding and of this method for the same few tokens, in turn;
+            None if the methods took turns after whole repeats.
     """
 
     pair: str
@@ -87,6 +95,7 @@ class Record:
     differs_at: list[int] | None = None
     tokens_sha256: str | None = None
     num_changed: int | None = None
+    pieces: list[Pair] | None = None
 
     @property
     def workload(self) -> tuple[str, str, float, int, int]:
@@ -229,7 +238,7 @@ def _units(row: Record) -> list[Unit]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The timed repeats of one case beside those of standard decoding.
+    """The timed repeats of one case, with those of standard decoding.
 
     Args:
         case: a row with the settings of the case.
@@ -269,9 +278,19 @@ class Comparison:
         standard_seconds, _ = self.timings
         return len(standard_seconds[0])
 
+    @cached_property
+    def pieces(self) -> list[Pair]:
+        """Paired seconds of all repeats, if the methods took turns within a text; else none."""
+        pairs: list[Pair] = []
+        for row in self.rows:
+            pairs += row.pieces or []
+        return pairs
+
     @property
     def num_pairs(self) -> int:
-        """Paired timings that the speedup is computed from: repeats x units."""
+        """Paired timings that the speedup is computed from: pieces, or repeats x units."""
+        if self.pieces:
+            return len(self.pieces)
         if self.timings is None:
             return 0
         standard_seconds, _ = self.timings
@@ -279,6 +298,8 @@ class Comparison:
 
     def speedup(self, level: float) -> Interval | None:
         """`walltime_speedup` with its confidence interval at another level, such as 0.99."""
+        if self.pieces:
+            return piece_interval(self.pieces, level=level)
         if self.timings is None:
             return None
         standard_seconds, method_seconds = self.timings
@@ -316,6 +337,14 @@ class Comparison:
     def block_efficiency(self) -> float | None:
         """New tokens / row-rounds; 1.0 for standard decoding."""
         return self._ratio("num_new_tokens", "num_row_rounds")
+
+    @property
+    def needed_block_efficiency(self) -> float | None:
+        """Tokens per round with which this method would be as fast as standard decoding, at the
+        present cost of a round: block_efficiency / walltime_speedup."""
+        if self.block_efficiency is None or self.walltime_speedup is None:
+            return None
+        return self.block_efficiency / self.walltime_speedup.value
 
     @property
     def cost_ratio(self) -> float | None:
@@ -459,7 +488,7 @@ def _phase_seconds_per_call(phase: str, rows: Sequence[Record]) -> float:
 
 
 def _overhead_seconds_per_call(rows: Sequence[Record]) -> float:
-    """Mean seconds besides drafting and the target, for each call of the target."""
+    """Mean seconds outside drafting and the target, for each call of the target."""
     return _phase_seconds_per_call("accept", rows) + _phase_seconds_per_call("rest", rows)
 
 
@@ -505,7 +534,7 @@ def _side(rows: Sequence[Record]) -> dict[str, Any] | None:
 
 
 def comparisons(rows: Iterable[Record]) -> list[Comparison]:
-    """The cells of all rows, in the order in which they first ran, each beside standard decoding of
+    """The cells of all rows, in the order in which they first ran, each with standard decoding of
     its workload."""
     rows_by_cell: dict[tuple[Any, ...], list[Record]] = {}
     for row in rows:

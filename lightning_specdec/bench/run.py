@@ -7,11 +7,11 @@ missing.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lightning_specdec.bench.config import OWN, SHIPPED, BenchConfig
@@ -370,26 +370,37 @@ def _run_pair(
     pair: BenchPair, config: BenchConfig, results: ResultsWriter, say: Callable[[str], None]
 ) -> None:
     """Run what is missing of a pair."""
-    groups = pair.cases(config)
-    num_missing = []
-    for group in groups:
-        num_runs = [len(missing_repeats(case, config.repeats, results.known)) for case in group]
-        num_missing.append(sum(num_runs))
-
-    total_missing = sum(num_missing)
-    num_done = 0
-    started = time.monotonic()
-    for group, num_group_runs in zip(groups, num_missing, strict=True):
+    groups = []
+    num_runs = 0
+    for group in pair.cases(config):
+        num_missing = [len(missing_repeats(case, config.repeats, results.known)) for case in group]
         # A group that is complete is not warmed up either.
-        if not num_group_runs:
-            continue
-        rows = measure(group, repeats=config.repeats, warmup=config.warmup, known=results.known)
+        if sum(num_missing):
+            groups.append(group)
+            num_incomplete = sum(number > 0 for number in num_missing)
+            num_runs += sum(num_missing) + config.warmup * num_incomplete
+
+    run_seconds: list[float] = []
+
+    def report(step: str, seconds: float) -> None:
+        """Say what has been done, and how long the other runs take at their mean speed."""
+        run_seconds.append(seconds)
+        seconds_left = fmean(run_seconds) * (num_runs - len(run_seconds))
+        say(
+            f"{pair.name}: {step}, {len(run_seconds)} of {num_runs} runs, {seconds_left:.0f} s left"
+        )
+
+    for group in groups:
+        rows = measure(
+            group,
+            repeats=config.repeats,
+            warmup=config.warmup,
+            known=results.known,
+            on_warm_up=lambda case, seconds: report(f"warmed up {case.row(0).label}", seconds),
+        )
         for row in rows:
             results.append(row)
-            num_done += 1
-            seconds_per_run = (time.monotonic() - started) / num_done
-            seconds_left = seconds_per_run * (total_missing - num_done)
-            say(f"{pair.name}: {num_done} of {total_missing} runs, {seconds_left:.0f} s left")
+            report(f"measured {row.label}", row.seconds)
 
 
 def _record_pair(pair: BenchPair, results: ResultsWriter) -> None:

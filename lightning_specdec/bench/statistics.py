@@ -1,4 +1,8 @@
-"""The interval of a ratio of seconds: Student's t on the logarithm, over prompts and repeats."""
+"""The interval of a ratio of seconds: Student's t on its logarithm, over independent units.
+
+Every interval of a speedup comes from here. Units are blocks of pieces that alternated
+(`piece_interval`), or prompts and repeats (`ratio_interval`).
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,14 @@ MEDIAN_VARIANCE = math.pi / 2
 """Variance of a median of normal samples / variance of their mean."""
 MAX_EXPONENT = 700.0
 """Largest exponent whose exponential is finite in float64."""
+NUM_BLOCKS = 8
+"""Blocks that pieces are summed into, long enough to be independent of each other."""
 _NUM_STEPS = 4000
 """Steps of the numerical integral for the quantiles of Student's t."""
+
+
+Pair = tuple[float, float]
+"""Seconds of standard decoding and of another method for the same tokens."""
 
 
 class Interval(NamedTuple):
@@ -33,11 +43,56 @@ class Interval(NamedTuple):
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """The interval; None if it says nothing: for a single value, or beyond `WIDEST`."""
+        """The interval; None if it is meaningless: for a single value, or beyond `WIDEST`."""
         # A comparison with NaN is false.
         if self.high <= WIDEST * self.value:
             return self.low, self.high
         return None
+
+
+def piece_interval(pairs: Sequence[Pair], *, level: float = LEVEL) -> Interval:
+    """Ratio of sums over pieces that alternated, with its interval.
+
+    A burst of load outlasts a piece, so neighboring pieces are not independent. The pieces are
+    therefore summed into `NUM_BLOCKS` consecutive blocks, which are the units of the interval.
+    Simulations with drift and bursts show that it contains the ratio in its share of cases.
+
+    Args:
+        pairs: for each piece, the positive seconds of both methods, in the order measured.
+        level: how often the interval contains the ratio.
+    """
+    seconds = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
+    num_blocks = min(NUM_BLOCKS, len(seconds))
+    blocks = torch.stack([block.sum(0) for block in torch.tensor_split(seconds, num_blocks)])
+    top_seconds, bottom_seconds = blocks.unbind(1)
+    value = (top_seconds.sum() / bottom_seconds.sum()).item()
+    squared_width = _squared_half_width(top_seconds, bottom_seconds, level)
+    return _interval(value, squared_width, has_spread=len(seconds) > 1)
+
+
+def relative_interval(
+    pairs: Sequence[Pair], other_pairs: Sequence[Pair], *, level: float = LEVEL
+) -> Interval:
+    """How much faster one method is than another that took turns with it, with an interval.
+
+    Both took turns with the same standard decoding. What its timings have in common, such as a
+    piece of text where every draft fails, does not widen the interval.
+
+    Args:
+        pairs, other_pairs: for each turn, the seconds of standard decoding and of the method for
+            the same tokens; zeros for a turn in which a method ran no piece.
+    """
+    seconds = torch.tensor([pairs, other_pairs], dtype=torch.float64).reshape(2, -1, 2)
+    num_blocks = min(NUM_BLOCKS, seconds.shape[1])
+    blocks = torch.stack([part.sum(1) for part in torch.tensor_split(seconds, num_blocks, dim=1)])
+    totals = blocks.sum(0)
+    speedups = totals[:, 0] / totals[:, 1]
+    value = (speedups[0] / speedups[1]).item()
+
+    shares = blocks / blocks.mean(0)
+    deviations = shares[:, :, 0] - shares[:, :, 1]
+    squared_width = _squared_width(deviations[:, 0] - deviations[:, 1], level)
+    return _interval(value, squared_width, has_spread=seconds.shape[1] > 1)
 
 
 def ratio_interval(
@@ -49,12 +104,11 @@ def ratio_interval(
     """Ratio of sums over prompts of medians over repeats, with its interval.
 
     Repeats and prompts are samples of the same ratio. The squared half-width of the logarithm is
-    the sum of t^2 s^2 / n over both: s is the standard deviation of the n logarithms of ratios, one
-    for each repeat or prompt, and t is Student's quantile for n - 1 degrees of freedom. The part of
-    the repeats counts pi / 2 times, since a median varies more than a mean by that factor.
+    the sum of t^2 s^2 / n over both, see `_squared_half_width`. The part of the repeats counts
+    pi / 2 times, since a median varies more than a mean by that factor.
 
-    Each ratio pairs both methods on the same prompt or in the same repeat. What they share, such as
-    a machine that drifts or a difficult prompt, therefore does not widen the interval.
+    Each sample pairs both methods on the same prompt or in the same repeat. What they share, such
+    as a machine that drifts or a difficult prompt, therefore does not widen the interval.
 
     Args:
         numerators, denominators: for each repeat, the positive seconds of each prompt.
@@ -66,28 +120,38 @@ def ratio_interval(
     bottom_total = bottom_seconds.quantile(0.5, dim=0).sum()
     value = (top_total / bottom_total).item()
 
-    # Summed over repeats, a ratio for each prompt; summed over prompts, a ratio for each repeat.
-    prompt_ratios = top_seconds.sum(0) / bottom_seconds.sum(0)
-    repeat_ratios = top_seconds.sum(1) / bottom_seconds.sum(1)
-    squared_width = _squared_half_width(prompt_ratios, level)
-    squared_width += MEDIAN_VARIANCE * _squared_half_width(repeat_ratios, level)
+    # Summed over repeats, a sample for each prompt; summed over prompts, one for each repeat.
+    squared_width = _squared_half_width(top_seconds.sum(0), bottom_seconds.sum(0), level)
+    repeat_width = _squared_half_width(top_seconds.sum(1), bottom_seconds.sum(1), level)
+    squared_width += MEDIAN_VARIANCE * repeat_width
+    return _interval(value, squared_width, has_spread=top_seconds.numel() > 1)
 
-    half_width = math.nan
-    if top_seconds.numel() > 1:
-        half_width = math.sqrt(squared_width)
-    low = value * math.exp(-half_width)
+
+def _interval(value: float, squared_width: float, *, has_spread: bool) -> Interval:
+    half_width = math.sqrt(squared_width) if has_spread else math.nan
+    low = value * math.exp(-min(half_width, MAX_EXPONENT))
     high = value * math.exp(min(half_width, MAX_EXPONENT))
     return Interval(value, low, high)
 
 
-def _squared_half_width(ratios: torch.Tensor, level: float) -> float:
-    """t^2 s^2 / n of the logarithms of n ratios; 0 for a single ratio."""
-    num_ratios = len(ratios)
-    if num_ratios < 2:
+def _squared_half_width(tops: torch.Tensor, bottoms: torch.Tensor, level: float) -> float:
+    """t^2 s^2 / n of the logarithm of sum(tops) / sum(bottoms); 0 for a single sample.
+
+    Each sample moves the logarithm by top / mean(tops) - bottom / mean(bottoms), in first order.
+    Their standard deviation is s. The mean of the samples' own logarithms would not do: where one
+    side has rare slow samples, it varies less than the ratio of the sums.
+    """
+    return _squared_width(tops / tops.mean() - bottoms / bottoms.mean(), level)
+
+
+def _squared_width(deviations: torch.Tensor, level: float) -> float:
+    """t^2 s^2 / n of deviations whose mean is 0; 0 for a single one."""
+    num_samples = len(deviations)
+    if num_samples < 2:
         return 0.0
-    variance = ratios.log().var().item()
-    quantile = student(num_ratios - 1, (1 - level) / 2)
-    return float(quantile**2 * variance / num_ratios)
+    variance = deviations.square().sum().item() / (num_samples - 1)
+    quantile = student(num_samples - 1, (1 - level) / 2)
+    return float(quantile**2 * variance / num_samples)
 
 
 @functools.cache

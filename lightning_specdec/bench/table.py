@@ -196,7 +196,7 @@ def _wrap_heading(heading: str, cells: Sequence[str]) -> list[str]:
 
 
 def interval(speedup: Interval) -> str:
-    """A ratio with its interval, if the interval says something."""
+    """A ratio with its interval, unless the interval is meaningless."""
     text = f"{speedup.value:.2f}"
     if speedup.ends is not None:
         low, high = speedup.ends
@@ -205,7 +205,7 @@ def interval(speedup: Interval) -> str:
 
 
 def listing(comparison: Comparison) -> str:
-    """A single comparison: a line for each figure, with standard decoding beside it."""
+    """A single comparison: a line for each figure, with a column for standard decoding."""
     headings = [""]
     sides = []
     if comparison.standard and comparison.case.method != STANDARD:

@@ -1,6 +1,7 @@
-"""One rule for every claim about speed: only an interval that excludes 1 says faster or slower.
+"""One rule for every claim about speed: only an interval that excludes 1 decides.
 
-`decode`, `sweep`, `bench` and `report` take their words from here, so that they never disagree.
+`decode`, `sweep`, `bench`, `report`, `fit` and TensorBoard take their words from here, so that they
+never disagree.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ if TYPE_CHECKING:
 
 Kind = Literal["faster", "slower", "too noisy", "too few"]
 
+WORDS: dict[Kind, str] = {
+    "faster": "faster",
+    "slower": "slower",
+    "too noisy": "too noisy to tell",
+    "too few": "too few runs to tell",
+}
+"""What every verb calls a verdict."""
 MIN_PAIRS = 2
 """Paired timings without which no spread is visible."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the evidence says about a method's speed.
+    """What the measurements prove about a method's speed.
 
     Args:
         kind: "faster" or "slower" if the interval excludes 1, "too noisy" if it contains 1, and
@@ -33,6 +41,11 @@ class Verdict:
 
     kind: Kind
     text: str
+
+    @property
+    def word(self) -> str:
+        """The verdict without its figures."""
+        return WORDS[self.kind]
 
     @property
     def is_decided(self) -> bool:
@@ -50,24 +63,51 @@ def judge(speedup: Interval | None, num_pairs: int, *, level: float = LEVEL) -> 
         level: confidence level of the interval.
     """
     if speedup is None:
-        return Verdict("too few", "too few runs to tell")
+        return Verdict("too few", WORDS["too few"])
 
-    ratio = f"{speedup.value:.2f}x"
     has_interval = not math.isnan(speedup.low) and not math.isnan(speedup.high)
     if num_pairs < MIN_PAIRS or not has_interval:
-        return Verdict("too few", f"too few runs to tell: {ratio}")
+        kind: Kind = "too few"
+    elif speedup.low > 1:
+        kind = "faster"
+    elif speedup.high < 1:
+        kind = "slower"
+    else:
+        kind = "too noisy"
 
-    interval = f"[{speedup.low:.2f}, {speedup.high:.2f}]"
-    if level != LEVEL:
-        interval += f" ({100 * level:.4g}% interval)"
-    if speedup.low > 1:
-        return Verdict("faster", f"faster: {ratio} {interval}")
-    if speedup.high < 1:
-        return Verdict("slower", f"slower: {ratio} {interval}")
-    if speedup.ends is None:
-        # So wide that its ends say nothing.
-        return Verdict("too noisy", f"too noisy to tell: {ratio}")
-    return Verdict("too noisy", f"too noisy to tell: {ratio} {interval}")
+    text = f"{WORDS[kind]}: {speedup.value:.2f}x"
+    # The ends of a very wide interval say nothing.
+    is_shown = kind in ("faster", "slower") or speedup.ends is not None
+    if kind != "too few" and is_shown:
+        text += f" [{speedup.low:.2f}, {speedup.high:.2f}]"
+        if level != LEVEL:
+            text += f" ({100 * level:.3g}% interval)"
+    return Verdict(kind, text)
+
+
+def draft_verdict(comparison: Comparison) -> str:
+    """Whether a draft pays, in a sentence, and what it lacks if it is not proven to pay."""
+    verdict = comparison.verdict
+    if verdict.kind == "faster":
+        window = comparison.case.num_draft_tokens
+        return f"pays: {verdict.text} with {comparison.case.draft}, {window} draft tokens"
+
+    word = "does not pay yet" if verdict.kind == "slower" else "not proven to pay"
+    sentence = f"{word}: {verdict.text}"
+    length = comparison.block_efficiency
+    needed_length = comparison.needed_block_efficiency
+    if length is not None and needed_length is not None:
+        sentence += f": acceptance length {length:.2f}, it needs {needed_length:.1f} here"
+    return sentence
+
+
+def level_among(num_candidates: int) -> float:
+    """The level of the interval of a candidate that was chosen as the best of several.
+
+    The best of several looks good by chance. The level is raised (Bonferroni) so that, if no
+    candidate gains, one is called faster with a probability of at most 1 - `LEVEL`.
+    """
+    return 1 - 2 * (1 - LEVEL) / max(2, num_candidates)
 
 
 @dataclass(frozen=True)

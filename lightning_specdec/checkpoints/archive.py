@@ -66,7 +66,7 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
         try:
             torch.save(content, file)
         except RuntimeError as error:
-            # torch's writer hides the system's error behind its own.
+            # torch's writer replaces the system's error by its own.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

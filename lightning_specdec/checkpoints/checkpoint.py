@@ -1,6 +1,6 @@
 """Checkpoints and draft files: write a target with its drafters, and build them again.
 
-A file names its classes and their arguments as plain values, beside the weights; nothing in it is
+A file names its classes and their arguments as plain values, next to the weights; no code in it is
 run. A target has one main drafter and may have others, each with a name. The weights of a target
 that was not trained may be elsewhere: the file then identifies it by a `TargetReference`, as every
 draft file does.
@@ -9,6 +9,7 @@ draft file does.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ from lightning_specdec.config.terminal import one_line, short
 from lightning_specdec.decoding.requests import check_prompt
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.safetensors_file import Origin, read_header
+
+log = logging.getLogger(__name__)
 
 MAIN = "main"
 """Name of the main drafter in files that name none."""
@@ -109,11 +113,15 @@ def describe(
     Args:
         target: the target, or the reference to it if its weights are not stored.
         drafts: the drafter, or several by name, of which the first one is the default.
+        prompts: tokens of example prompts, on which the drafter can be tried.
+        recipe: how the drafter was trained.
+        tokenizer: name of the tokenizer; None if the tokens are not text.
     """
-    (main_name, main_drafter), *other_drafters = _named(drafts).items()
+    drafters = _named(drafts)
+    main_name, *other_names = drafters
     document: dict[str, Any] = {
         "format": FORMAT,
-        "drafter": spec(main_drafter),
+        "drafter": spec(drafters[main_name]),
         "prompts": [[int(token) for token in prompt] for prompt in prompts],
         "recipe": _plain(dict(recipe or {})),
         "tokenizer": tokenizer,
@@ -123,10 +131,11 @@ def describe(
     else:
         document["target"] = spec(target)
 
-    if other_drafters or main_name != MAIN:
-        _check_names([main_name, *dict(other_drafters)])
+    # A single drafter needs no name.
+    if other_names or main_name != MAIN:
+        _check_names([main_name, *other_names])
         document["name"] = main_name
-        document["others"] = {name: spec(drafter) for name, drafter in other_drafters}
+        document["others"] = {name: spec(drafters[name]) for name in other_names}
     return document
 
 
@@ -157,7 +166,7 @@ def save(
     portable_entries = ["recipe"]
     if isinstance(target, TargetReference):
         # A draft file is meant for other machines.
-        portable_entries += ["target", "tokenizer"]
+        portable_entries += [*target.to_document(), "tokenizer"]
     for name in portable_entries:
         document[name] = portable(document[name])
 
@@ -223,12 +232,14 @@ def load(
     path: str | os.PathLike[str],
     *,
     target: str | LanguageModel | None = None,
+    adapter: str | None = None,
     drafter: str | None = None,
 ) -> LoadedPair:
     """Build the networks that a file describes, with its weights.
 
     Args:
         target: the directory or Hub name of a target that is not in the file, or the loaded target.
+        adapter: an adapter to merge into that target; the recorded one when None.
         drafter: import path of your own drafter class. A file that names an import path is read
             only if it is this one.
 
@@ -238,7 +249,7 @@ def load(
     """
     content = read(path)
     try:
-        return _build_pair(content, str(path), target, drafter)
+        return _build_pair(content, str(path), target, adapter, drafter)
     except BROKEN as error:
         reason = one_line(error)
         if isinstance(error, KeyError):
@@ -250,6 +261,7 @@ def _build_pair(
     content: Mapping[str, Any],
     path: str,
     target: str | LanguageModel | None,
+    adapter: str | None,
     trusted: str | None,
 ) -> LoadedPair:
     """Build a pair from a file's content; raises one of `BROKEN` where the content is wrong."""
@@ -293,7 +305,7 @@ def _build_pair(
         if stored_target is not None:
             return stored_target
         assert reference is not None
-        found_target = reference.load(target, path)
+        found_target = reference.load(target, path, adapter=adapter)
         for drafter in drafts.values():
             drafter.check_target(found_target)
             _check_end_tokens(drafter, found_target)
@@ -337,6 +349,25 @@ def reference_of(content: Mapping[str, Any]) -> TargetReference | None:
     if isinstance(target, dict) and "sha256" in target:
         return TargetReference.from_document(document)
     return None
+
+
+def is_draft_for(path: Path, origin: Origin) -> bool:
+    """Whether a file is a draft that was trained for the weights of a target.
+
+    A file of another program, and one that cannot be read, is none.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            # The weights need not be read.
+            metadata, _ = read_header(path)
+            content = {KEY: json.loads(metadata.get(KEY, "{}"))}
+        else:
+            content = read(path)
+        reference = reference_of(content)
+        return reference is not None and reference.has_weights_of(origin)
+    except BROKEN as error:
+        log.debug("%s is taken for no draft: %s", path, error)
+        return False
 
 
 def _named(drafts: Drafter | Mapping[str, Drafter]) -> dict[str, Drafter]:
@@ -396,11 +427,10 @@ def _build_part(
         trusted: as for `networks.build`.
     """
     prefix = f"{name}."
-    part_weights = {
-        weight_name.removeprefix(prefix): value
-        for weight_name, value in weights.items()
-        if weight_name.startswith(prefix)
-    }
+    part_weights = {}
+    for weight_name, value in weights.items():
+        if weight_name.startswith(prefix):
+            part_weights[weight_name.removeprefix(prefix)] = value
     make_part = partial(build, description, (kinds,), trusted)
     return with_weights(make_part, name.replace(_OTHERS, "draft "), part_weights)
 

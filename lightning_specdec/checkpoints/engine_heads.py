@@ -34,7 +34,7 @@ from lightning_specdec.models.model_config import to_config
 from lightning_specdec.models.safetensors_file import read_header, weight_files
 
 ORIGIN = "lightning_specdec.json"
-"""This package's note beside an engine's files: the draft's target and recommended draft tokens."""
+"""This package's file among an engine's: the draft's target and recommended draft tokens."""
 
 _MAX_CONFIG_CHARACTERS = 2**20
 _MAX_POSITIONS = 2**20
@@ -568,9 +568,7 @@ def _check_embeddings(embeddings: Tensor, target: LanguageModel, vocab_size: int
         embeddings.float(), target_embeddings, rtol=0.01, atol=1e-3
     )
     if not is_same:
-        raise ValueError(
-            "it has embeddings of its own, and this package's heads share the target's"
-        )
+        raise ValueError("it has separate embeddings, and this package's heads share the target's")
 
 
 def _draft_vocabulary(
@@ -593,7 +591,7 @@ def _draft_vocabulary(
         target_ids = draft_ids + offsets.long()
     elif len(output) != vocab_size:
         raise ValueError(
-            f"it scores {len(output)} of {vocab_size} tokens and has no d2t that says which"
+            f"it scores {len(output)} of {vocab_size} tokens and has no d2t that maps them"
         )
 
     if target_ids.min() < 0 or target_ids.max() >= vocab_size:

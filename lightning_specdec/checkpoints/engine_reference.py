@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 def hidden_states(model: Any, tokens: Sequence[int]) -> list[Float[Tensor, "T D"]]:
     """Return the input of each layer of a transformers model, then the input of its output head."""
+    batch = torch.tensor([list(tokens)])
     with torch.no_grad():
-        output = model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False)
+        output = model(batch, output_hidden_states=True, use_cache=False)
     return [states[0].double() for states in output.hidden_states]
 
 
@@ -69,12 +70,15 @@ class Reference(ABC):
 
     def _linear(self, states: Float[Tensor, "N _"], name: str) -> Float[Tensor, "N _"]:
         """Apply a linear layer without bias."""
-        return states @ self.weights[f"{name}.weight"].T
+        weight = self.weights[f"{name}.weight"]
+        return states @ weight.T
 
     def _rms_norm(self, states: Tensor, name: str) -> Tensor:
+        weight = self.weights[f"{name}.weight"]
+        epsilon = self.sizes["rms_norm_eps"]
         mean_square = states.square().mean(-1, keepdim=True)
-        normalized = states * (mean_square + self.sizes["rms_norm_eps"]).rsqrt()
-        return normalized * self.weights[f"{name}.weight"]
+        normalized = states * (mean_square + epsilon).rsqrt()
+        return normalized * weight
 
     def _rotary_embedding(
         self, heads: Float[Tensor, "H N E"], first_position: int = 0
@@ -86,12 +90,15 @@ class Reference(ABC):
         _, num_entries, head_size = heads.shape
         half = head_size // 2
 
+        # Each pair of coordinates has its own frequency, from 1 down to almost 1 / rope_theta.
+        rope_theta = self.sizes["rope_parameters"]["rope_theta"]
         exponents = torch.arange(half, dtype=torch.float64) / half
-        inverse_frequencies = self.sizes["rope_parameters"]["rope_theta"] ** -exponents
+        frequencies = rope_theta**-exponents
         positions = torch.arange(first_position, first_position + num_entries)
-        angles = positions[:, None] * inverse_frequencies
-        rotations = torch.polar(torch.ones_like(angles), angles)
+        angles = positions[:, None] * frequencies
 
+        # Multiplication by a complex number of length 1 rotates by its angle.
+        rotations = torch.polar(torch.ones_like(angles), angles)
         pairs = torch.complex(heads[..., :half], heads[..., half:])
         rotated = pairs * rotations
         return torch.cat((rotated.real, rotated.imag), -1)
@@ -102,18 +109,23 @@ class Reference(ABC):
 
     def _keys(self, states: Float[Tensor, "N _"], layer: str) -> Float[Tensor, "H N E"]:
         keys = self._linear(states, f"{layer}.self_attn.k_proj")
-        return self._repeat_heads(self._split_heads(keys, self.sizes["num_key_value_heads"]))
+        return self._key_value_heads(keys)
 
     def _values(self, states: Float[Tensor, "N _"], layer: str) -> Float[Tensor, "H N E"]:
         values = self._linear(states, f"{layer}.self_attn.v_proj")
-        return self._repeat_heads(self._split_heads(values, self.sizes["num_key_value_heads"]))
+        return self._key_value_heads(values)
+
+    def _key_value_heads(self, states: Float[Tensor, "N _"]) -> Float[Tensor, "H N E"]:
+        """Split keys or values into heads, and repeat them for the query heads that share one."""
+        num_heads = self.sizes["num_key_value_heads"]
+        heads = self._split_heads(states, num_heads)
+        group_size = self.sizes["num_attention_heads"] // num_heads
+        return heads.repeat_interleave(group_size, 0)
 
     def _split_heads(self, states: Float[Tensor, "N _"], num_heads: int) -> Float[Tensor, "_ N E"]:
-        return states.reshape(len(states), num_heads, -1).transpose(0, 1)
-
-    def _repeat_heads(self, heads: Float[Tensor, "_ N E"]) -> Float[Tensor, "H N E"]:
-        """Repeat keys or values, because several query heads share one of them."""
-        return heads.repeat_interleave(self.sizes["num_attention_heads"] // len(heads), 0)
+        num_entries = len(states)
+        heads = states.reshape(num_entries, num_heads, -1)
+        return heads.transpose(0, 1)
 
     def _attention(
         self,
@@ -123,10 +135,11 @@ class Reference(ABC):
         mask: Bool[Tensor, "N S"],
     ) -> Float[Tensor, "N HE"]:
         """Return scaled dot-product attention, with the heads joined; `mask` is True if visible."""
-        scores = queries @ keys.transpose(1, 2) / math.sqrt(queries.shape[-1])
+        head_size = queries.shape[-1]
+        scores = queries @ keys.transpose(1, 2) / math.sqrt(head_size)
         scores = scores.masked_fill(~mask, -torch.inf)
-        probs = scores.softmax(-1)
-        return (probs @ values).transpose(0, 1).flatten(1)
+        attended = scores.softmax(-1) @ values
+        return attended.transpose(0, 1).flatten(1)
 
     def _after_attention(
         self, residual: Float[Tensor, "N D"], attended: Float[Tensor, "N HE"], layer: str
@@ -146,8 +159,11 @@ class Reference(ABC):
         """Return the logits by the target's token ids; tokens that the draft lacks have -inf."""
         if "d2t" not in self.weights:
             return draft_logits
+
+        # The file contains the differences of a token's ids in both vocabularies.
         num_tokens, draft_vocab_size = draft_logits.shape
-        target_ids = torch.arange(draft_vocab_size) + self.weights["d2t"].long()
+        differences = self.weights["d2t"].long()
+        target_ids = torch.arange(draft_vocab_size) + differences
         logits = draft_logits.new_full((num_tokens, vocab_size), -torch.inf)
         logits[:, target_ids] = draft_logits
         return logits
@@ -173,11 +189,12 @@ class Eagle3Reference(Reference):
         self, aux_states: list[Float[Tensor, "N D"]]
     ) -> Float[Tensor, "N D"]:
         """Return the head's features: hidden states of several target layers, joined by `fc`."""
-        if self.config["fc_norm"]:
-            aux_states = [
-                self._rms_norm(states, f"fc_norm.{i}") for i, states in enumerate(aux_states)
-            ]
-        return self._linear(torch.cat(aux_states, -1), "fc")
+        inputs = []
+        for i, states in enumerate(aux_states):
+            if self.config["fc_norm"]:
+                states = self._rms_norm(states, f"fc_norm.{i}")
+            inputs.append(states)
+        return self._linear(torch.cat(inputs, -1), "fc")
 
     def _decoder_layer(
         self, embeddings: Float[Tensor, "N D"], features: Float[Tensor, "N D"]
@@ -187,9 +204,12 @@ class Eagle3Reference(Reference):
         residual = normed_features if self.config["norm_before_residual"] else features
 
         attention_input = torch.cat((normed_embeddings, normed_features), -1)
-        queries = self._rotary_embedding(self._queries(attention_input, self.layer))
-        keys = self._rotary_embedding(self._keys(attention_input, self.layer))
+        queries = self._queries(attention_input, self.layer)
+        queries = self._rotary_embedding(queries)
+        keys = self._keys(attention_input, self.layer)
+        keys = self._rotary_embedding(keys)
         values = self._values(attention_input, self.layer)
+
         mask = self._causal_mask(len(attention_input))
         attended = self._attention(queries, keys, values, mask)
         return self._after_attention(residual, attended, self.layer)
@@ -212,20 +232,21 @@ class Eagle3Reference(Reference):
         num_target_tokens = len(text) - num_tokens
 
         # The target has not read its last token, so its hidden states end one token earlier.
-        aux_states = [
-            states[layer_index][: num_target_tokens - 1] for layer_index in self.aux_layers
-        ]
+        num_read = num_target_tokens - 1
+        aux_states = [states[layer_index][:num_read] for layer_index in self.aux_layers]
         features = self._combine_hidden_states(aux_states)
 
         draft_logits = []
         for i in range(num_tokens):
             # The feature at token j goes with the embedding of token j + 1.
-            embeddings = table[list(text[1 : num_target_tokens + i])].double()
+            tokens = text[1 : num_target_tokens + i]
+            embeddings = table[list(tokens)].double()
             last_hidden = self._decoder_layer(embeddings, features)[-1:]
             normed_hidden = self._rms_norm(last_hidden, "norm")
-            draft_logits.append(self._linear(normed_hidden, "lm_head")[0])
+            next_logits = self._linear(normed_hidden, "lm_head")
+            draft_logits.append(next_logits[0])
 
-            # The head's output stands for the hidden states that the target has not computed.
+            # The head's output replaces the hidden states that the target has not computed.
             next_feature = normed_hidden if self.config["norm_output"] else last_hidden
             features = torch.cat((features, next_feature))
         return self._to_target_vocabulary(torch.stack(draft_logits), len(table))
@@ -244,17 +265,21 @@ class DSparkReference(Reference):
         assert self.config["sample_from_anchor"], "the anchor scores the first draft token"
         assert not self.sizes["is_causal"], "the tokens of a block see each other"
         num_target_tokens = len(text) - num_tokens
-        anchor = text[num_target_tokens - 1]
+        anchor_position = num_target_tokens - 1
 
-        context = self._context(states, num_target_tokens - 1)
-        hidden = self._block_embeddings(anchor)
-        for layer_index in range(len(self.sizes["layer_types"])):
+        context = self._context(states, anchor_position)
+        hidden = self._block_embeddings(text[anchor_position])
+        num_layers = len(self.sizes["layer_types"])
+        for layer_index in range(num_layers):
             hidden = self._decoder_layer(layer_index, hidden, context)
+
+        # A block may have more positions than tokens are drafted.
         normed = self._rms_norm(hidden, "norm")[:num_tokens]
+        block_logits = self._linear(normed, "lm_head")
 
         # The Markov head adds a bias that depends on the token before each draft token.
-        previous_tokens = text[num_target_tokens - 1 : -1]
-        draft_logits = self._linear(normed, "lm_head") + self._markov_bias(previous_tokens)
+        previous_tokens = text[anchor_position:-1]
+        draft_logits = block_logits + self._markov_bias(previous_tokens)
         return self._to_target_vocabulary(draft_logits, len(table))
 
     def _context(
@@ -269,8 +294,9 @@ class DSparkReference(Reference):
     def _block_embeddings(self, anchor: int) -> Float[Tensor, "N D"]:
         """Return the embeddings of a block: the target's last token, then masks."""
         num_masks = self.config["block_size"] - 1
-        tokens = [anchor] + [self.config["mask_token_id"]] * num_masks
-        return self.weights["embed_tokens.weight"][tokens]
+        masks = [self.config["mask_token_id"]] * num_masks
+        table = self.weights["embed_tokens.weight"]
+        return table[[anchor, *masks]]
 
     def _decoder_layer(
         self, layer_index: int, hidden: Float[Tensor, "N D"], context: Float[Tensor, "T D"]
@@ -289,8 +315,8 @@ class DSparkReference(Reference):
         keys = self._rotary_embedding(keys)
         values = self._values(context_and_block, layer)
 
-        query_positions = torch.arange(len(context), len(context) + len(hidden))
         key_positions = torch.arange(len(context_and_block))
+        query_positions = key_positions[len(context) :]
         mask = self._block_mask(layer_index, query_positions, key_positions)
         attended = self._attention(queries, keys, values, mask)
         return self._after_attention(hidden, attended, layer)
@@ -305,7 +331,8 @@ class DSparkReference(Reference):
         return torch.ones_like(distance, dtype=torch.bool)
 
     def _markov_bias(self, previous_tokens: Sequence[int]) -> Float[Tensor, "K W"]:
-        embeddings = self.weights["markov_head.markov_w1.weight"][list(previous_tokens)]
+        table = self.weights["markov_head.markov_w1.weight"]
+        embeddings = table[list(previous_tokens)]
         return self._linear(embeddings, "markov_head.markov_w2")
 
 
@@ -320,7 +347,11 @@ def medusa_logits(directory: Path, hidden: Float[Tensor, "T D"]) -> Float[Tensor
         states = hidden
         for block_index in range(num_blocks):
             block = f"{head_index}.{block_index}.linear"
-            linear = states @ weights[f"{block}.weight"].T + weights[f"{block}.bias"]
+            weight = weights[f"{block}.weight"]
+            bias = weights[f"{block}.bias"]
+            linear = states @ weight.T + bias
             states = states + functional.silu(linear)
-        head_logits.append(states @ weights[f"{head_index}.{num_blocks}.weight"].T)
+
+        output_weight = weights[f"{head_index}.{num_blocks}.weight"]
+        head_logits.append(states @ output_weight.T)
     return torch.stack(head_logits)

@@ -134,28 +134,29 @@ def export(
     _check_arguments(target, engine, dtype)
     drafter.check_target(target)
 
-    # A copy, so that the caller's draft keeps its dtype.
-    stored_drafter = deepcopy(drafter).eval()
-    if dtype is not None:
-        for weight in stored_drafter.parameters():
-            weight.data = weight.data.to(FLOATS[dtype])
-    window = num_draft_tokens or recipe.get("num_draft_tokens") or _DEFAULT_DRAFT_TOKENS
-    draft_export = _choose_export(stored_drafter, target, engine, window)
+    stored_drafter = _copy_in_dtype(drafter, dtype)
+    num_recommended = num_draft_tokens or recipe.get("num_draft_tokens") or _DEFAULT_DRAFT_TOKENS
+    draft_export = _choose_export(stored_drafter, target, engine, num_recommended)
     texts = _texts_to_compare(texts, target)
 
     try:
+        # The directory appears under its name only if nothing in this block fails.
         with new_directory(output) as folder:
             draft_export.write(folder)
             _write_note(folder, target, draft_export.num_draft_tokens)
 
-            pairs = draft_export.compare(folder, texts)
-            difference = _check_difference(pairs)
+            # The draft must score the same tokens when it is read back.
+            logits_pairs = draft_export.compare(folder, texts)
+            difference = _check_difference(logits_pairs)
+            num_compared = sum(len(own_logits) for own_logits, _ in logits_pairs)
+
+            kinds_run_in_engine = _RAN_IN_ENGINE.get(engine, ())
             exported = Exported(
                 directory=output,
                 commands=_commands(draft_export, output),
                 difference=difference,
-                num_compared=sum(len(logits) for logits, _ in pairs),
-                loaded=isinstance(stored_drafter, _RAN_IN_ENGINE.get(engine, ())),
+                num_compared=num_compared,
+                loaded=isinstance(stored_drafter, kinds_run_in_engine),
             )
             card = _model_card(exported, draft_export, recipe)
             (folder / "README.md").write_text(card, encoding="utf-8")
@@ -176,6 +177,11 @@ def _check_arguments(target: object, engine: str, dtype: str | None) -> None:
         raise ValueError(
             f"engines serve models of transformers, and the target is a {type(target).__name__}"
         )
+    if target.origin is not None and target.origin.adapter is not None:
+        raise ValueError(
+            f"engines serve whole models: save {target.origin.source} with its adapter merged, and "
+            "export for that directory"
+        )
 
 
 def _texts_to_compare(texts: Sequence[Sequence[int]], target: HuggingFaceLM) -> list[list[int]]:
@@ -194,6 +200,15 @@ def _random_texts(target: HuggingFaceLM) -> list[list[int]]:
         tokens = torch.randint(target.vocab_size, (length,), generator=generator)
         texts.append(tokens.tolist())
     return texts
+
+
+def _copy_in_dtype(drafter: Drafter, dtype: str | None) -> Drafter:
+    """Return a copy, so that the caller's draft keeps its dtype."""
+    copy = deepcopy(drafter).eval()
+    if dtype is not None:
+        for weight in copy.parameters():
+            weight.data = weight.data.to(FLOATS[dtype])
+    return copy
 
 
 def _check_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -294,8 +309,7 @@ def _obstacles(drafter: FeatureDrafter, target: HuggingFaceLM, engine: str) -> l
         needed_settings = _settings_for_llama_cpp(drafter)
         if needed_settings:
             obstacles.append(
-                f"it runs only plain EAGLE-3: train with {' and '.join(needed_settings)}, "
-                "norms cannot be folded"
+                f"it runs only plain EAGLE-3: train with {' and '.join(needed_settings)}"
             )
     return obstacles
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,14 @@ import torch
 from torch import nn
 
 from lightning_specdec.checkpoints import runs
-from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, load
+from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, is_draft_for, load
 from lightning_specdec.checkpoints.engine_heads import is_head, read_head
 from lightning_specdec.checkpoints.target_reference import dtype_of
+from lightning_specdec.config.hub import is_gguf
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
 from lightning_specdec.config.models import MOST_SMALL, PairSource, check_draft, is_run
-from lightning_specdec.config.pairs import get_pair
+from lightning_specdec.config.pairs import Pair, get_pair
 from lightning_specdec.drafters import (
     CrossVocabulary,
     Drafter,
@@ -26,7 +28,10 @@ from lightning_specdec.drafters import (
     NGramWithFallback,
 )
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.safetensors_file import Origin
 from lightning_specdec.text.tokenizer import named_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,14 @@ class _ModelRequest:
         dtype: what it computes in; None for the dtype of its files.
         quantization: how its weights are quantized; None for not at all.
         revision: a branch, tag or commit on the Hub; None for the default branch.
+        adapter: an adapter to merge into its weights.
     """
 
     name: str
     dtype: str | None
     quantization: str | None
     revision: str | None
+    adapter: str | None
 
 
 def load_pair(
@@ -75,10 +82,27 @@ def load_pair(
 
     # A named pair fills in the models and settings that the source leaves open.
     pair = get_pair(source.pair)
-    loaded = _load_pretrained(pair.complete(source), target, pack)
-    if loaded.num_draft_tokens is None:
+    completed = _without_foreign_draft(pair, pair.complete(source))
+    loaded = load_pair(completed, target=target, pack=pack)
+    # The number that a draft stores is for the draft alone, on another machine.
+    if source.draft is None or loaded.num_draft_tokens is None:
         loaded.num_draft_tokens = pair.num_draft_tokens
     return loaded
+
+
+def _without_foreign_draft(pair: Pair, source: PairSource) -> PairSource:
+    """The source without the draft file of the pair, if the local copy of its target has other
+    weights than the draft was trained for."""
+    has_copy = pair.target is not None and pair.target.local is not None
+    if not has_copy or source.draft is None or source.draft != pair.draft_file:
+        return source
+    origin = Origin(source.target, Path(source.target).expanduser())
+    if is_draft_for(Path(source.draft), origin):
+        return source
+    log.warning(
+        "%s was not trained for %s, so prompt lookup runs alone", source.draft, source.target
+    )
+    return source.changed(draft=None, drafter=Choice("NGramDrafter"))
 
 
 def find_device(name: str) -> torch.device:
@@ -117,7 +141,9 @@ def _load_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
     """Load a checkpoint or draft file, `source.ckpt`."""
     choice = source.drafter
     trusted_class = None if choice is None else choice.name
-    loaded = load(str(source.ckpt), target=source.target, drafter=trusted_class)
+    loaded = load(
+        str(source.ckpt), target=source.target, adapter=source.adapter, drafter=trusted_class
+    )
 
     dtype = None if source.dtype is None else getattr(torch, source.dtype)
     if target is None:
@@ -171,7 +197,12 @@ def _load_pretrained(source: PairSource, target: Any, pack: bool) -> LoadedPair:
     # Target and draft are loaded together, because their sum must fit the memory.
     requests: list[_ModelRequest] = []
     if isinstance(target, str):
-        requests.append(_ModelRequest(target, source.dtype, source.quantization, source.revision))
+        target_request = _ModelRequest(
+            target, source.dtype, source.quantization, source.revision, source.adapter
+        )
+        requests.append(target_request)
+    elif source.adapter is not None:
+        raise ValueError("--adapter needs the name of a target: merge it into a loaded model first")
     if draft_request is not None:
         requests.append(draft_request)
     models = _load_models(requests, source, pack)
@@ -201,24 +232,31 @@ def _load_pretrained(source: PairSource, target: Any, pack: bool) -> LoadedPair:
 def _draft_request(source: PairSource, draft: Any) -> _ModelRequest | None:
     """Return the draft model to load; None if the draft is not a named model."""
     revision = source.draft_revision
+    adapter = source.draft_adapter
     if draft is None and source.draft_quantization is not None:
         # A quantized copy of the target drafts.
         draft = wrap_model(source.target)
         revision = source.revision
+        adapter = adapter or source.adapter
 
     if isinstance(draft, str):
         check_draft(draft)
     if isinstance(draft, str) and not _is_trained_draft(draft):
         dtype = source.draft_dtype or source.dtype
-        return _ModelRequest(draft, dtype, source.draft_quantization, revision)
-    if source.draft_quantization or revision:
-        raise ValueError("quantization and revision need a named draft model: drop those settings")
+        return _ModelRequest(draft, dtype, source.draft_quantization, revision, adapter)
+    if source.draft_quantization or revision or adapter:
+        raise ValueError(
+            "quantization, revision and adapter of a draft need a named draft model: drop those "
+            "settings"
+        )
     return None
 
 
 def _is_trained_draft(name: str) -> bool:
     """Whether a name is that of a draft file, a directory with a head, or one of runs."""
     path = Path(name).expanduser()
+    if is_gguf(path):
+        return False
     return path.is_file() or is_run(path) or is_head(path)
 
 
@@ -272,6 +310,7 @@ def _load_models(
             dtype=request.dtype,
             quantization=request.quantization,
             revision=request.revision,
+            adapter=request.adapter,
             device=source.device,
             trust_remote_code=source.trust_remote_code,
             backend=source.backend,
@@ -300,7 +339,7 @@ def _load_models(
 def _choice_beside_file(
     choice: Choice | None, loaded: LoadedPair, draft: str | None = None
 ) -> Choice | None:
-    """Return the drafter to build beside a file's drafts.
+    """Return the drafter to build in addition to a file's drafts.
 
     It is None if the choice names a class outside this package that a draft in the file has: the
     name then only allows the file to be read.

@@ -128,7 +128,7 @@ def _find_class(name: object, kinds: tuple[Kinds, ...], trusted: str | None) -> 
 
 
 def _current_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an older file as they are written now."""
+    """Return the arguments of an older file in today's form."""
     arguments = dict(arguments)
     if arguments.pop("shared_output", False):
         raise ValueError(
@@ -143,7 +143,7 @@ def _current_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def current(described: Any) -> Any:
-    """Return plain values with the descriptions of older files in them as they are written now."""
+    """Return plain values, with the descriptions of older files in today's form."""
     if isinstance(described, dict):
         return _current_arguments({key: current(value) for key, value in described.items()})
     if isinstance(described, list):

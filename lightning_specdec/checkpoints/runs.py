@@ -18,7 +18,7 @@ def versions(directory: Path) -> list[int]:
 
 
 def find(path: str | os.PathLike[str], names: tuple[str, ...] = ("best", "last")) -> Path:
-    """The checkpoint that a path stands for: the file itself, or one of a directory's newest run.
+    """The checkpoint that a path selects: the file itself, or one of a directory's newest run.
 
     Args:
         path: a file, or a directory of runs.

@@ -21,7 +21,9 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.safetensors_file import Origin
 
 _SINGLE_FILE_SHA256 = "target_single_file_sha256"
-"""Name of the entry beside "target" in a file."""
+"""Name of another entry of a file, next to "target"."""
+_ADAPTER = "target_adapter"
+"""Likewise, for the adapter that is merged into the target."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class TargetReference(Settings):
     single_file_sha256: str | None = setting(
         None, "see `single_file_sha256`; None if it equals `sha256` or is unknown"
     )
+    adapter: str | None = setting(
+        None, "the adapter that is merged into its weights; the hashes are of both"
+    )
 
     @classmethod
     def of(cls, target: LanguageModel) -> TargetReference:
@@ -46,7 +51,10 @@ class TargetReference(Settings):
         source = None
         sha256 = None
         single_file_sha256 = None
+        adapter = None
         if target.origin is not None:
+            if target.origin.adapter is not None:
+                adapter = target.origin.adapter.source
             source = target.origin.source
             sha256 = target.origin.sha256
             if target.origin.single_file_sha256 != sha256:
@@ -62,15 +70,17 @@ class TargetReference(Settings):
             tokenizer=None if target.tokenizer is None else target.tokenizer.fingerprint,
             dtype=str(dtype_of(target)).removeprefix("torch."),
             single_file_sha256=single_file_sha256,
+            adapter=adapter,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values under the names in files, without `single_file_sha256`.
+        """Return the values under the names in files, without `single_file_sha256` and `adapter`.
 
-        Files store that one separately, because older versions refuse unknown entries here.
+        Files store these separately, because older versions refuse unknown entries here.
         """
         values = super().to_dict()
         values.pop("single_file_sha256")
+        values.pop("adapter")
         return {"class": values.pop("kind"), **values}
 
     @classmethod
@@ -85,6 +95,8 @@ class TargetReference(Settings):
         document: dict[str, Any] = {"target": self.to_dict()}
         if self.single_file_sha256 is not None:
             document[_SINGLE_FILE_SHA256] = self.single_file_sha256
+        if self.adapter is not None:
+            document[_ADAPTER] = self.adapter
         return document
 
     @classmethod
@@ -92,11 +104,15 @@ class TargetReference(Settings):
         """Return the target that a file names; raises ValueError for wrong values."""
         reference = cls.from_dict(document["target"], "its target.")
         sha256 = document.get(_SINGLE_FILE_SHA256)
+        adapter = document.get(_ADAPTER)
         check(f"its {_SINGLE_FILE_SHA256}", sha256, str | None, {})
-        return replace(reference, single_file_sha256=sha256)
+        check(f"its {_ADAPTER}", adapter, str | None, {})
+        return replace(reference, single_file_sha256=sha256, adapter=adapter)
 
     def __str__(self) -> str:
         name = short(self.source or f"a {self.kind}", 200)
+        if self.adapter is not None:
+            name = f"{name} with the adapter {short(self.adapter, 200)}"
         if self.sha256 is None:
             return name
         return f"{name} (sha256 {self.sha256[:12]}...)"
@@ -135,12 +151,15 @@ class TargetReference(Settings):
             "pass the target that it was trained for"
         )
 
-    def load(self, given: str | LanguageModel | None, who: str) -> LanguageModel:
+    def load(
+        self, given: str | LanguageModel | None, who: str, *, adapter: str | None = None
+    ) -> LanguageModel:
         """Return the target, loaded from its source unless it is passed.
 
         Args:
             given: where the target is now, or the loaded target.
             who: what needs the target, for the error message.
+            adapter: where its adapter is now; where it was before when None.
 
         Raises:
             ValueError: the target is missing, cannot be loaded, or has other weights.
@@ -152,11 +171,12 @@ class TargetReference(Settings):
         elif isinstance(given, LanguageModel):
             target = given
         else:
-            target = load_model(given, dtype=self.dtype)
+            target = load_model(given, dtype=self.dtype, adapter=adapter or self.adapter)
         self.check(target, who)
         return target
 
     def _load_from_source(self, who: str) -> LanguageModel:
+        from lightning_specdec.models.adapters import find_adapter
         from lightning_specdec.models.loading import load_model
 
         directory = self._directory()
@@ -167,13 +187,14 @@ class TargetReference(Settings):
             )
 
         # A stranger's file may name any directory, so its weights are compared before it is loaded.
-        origin = Origin(self.source, directory)
+        adapter = None if self.adapter is None else find_adapter(self.adapter, offline=True)
+        origin = Origin(self.source, directory, adapter)
         if not self.has_weights_of(origin):
             raise ValueError(
                 f"{who} was trained for {self}, which has another sha256 now: "
                 "pass the target that it was trained for with --target"
             )
-        target = load_model(directory, dtype=self.dtype)
+        target = load_model(directory, dtype=self.dtype, adapter=self.adapter)
         target.origin = origin
         return target
 
@@ -183,9 +204,12 @@ class TargetReference(Settings):
             return None
         path = Path(os.path.expanduser(self.source))
         # os.path.isdir returns False for names that no path can have, such as those with NUL.
-        return path if os.path.isdir(path) else hub.cached(self.source)
+        return path if os.path.isdir(path) or hub.is_gguf(path) else hub.cached(self.source)
 
 
 def dtype_of(target: LanguageModel) -> torch.dtype:
     """Return the dtype that a target computes in, which its quantized weights do not have."""
-    return next(weight.dtype for weight in target.parameters() if weight.is_floating_point())
+    for weight in target.parameters():
+        if weight.is_floating_point() and weight.dtype.itemsize > 1:
+            return weight.dtype
+    raise ValueError("the target has no floating-point weights")

@@ -21,6 +21,7 @@ from lightning_specdec.config.terminal import say
 
 if TYPE_CHECKING:
     from lightning_specdec.bench.config import BenchConfig
+    from lightning_specdec.bench.records import Comparison
     from lightning_specdec.bench.results import Results
 
 SUMMARY = "measure a matrix of drafts, prompts, and settings, and keep the results"
@@ -149,8 +150,18 @@ def _show(all_results: Sequence[Results], table_format: str) -> None:
     else:
         for results in all_results:
             cells = comparisons(results.rows)
-            say(comparison_table(cells, table_format) if cells else "nothing was measured")
+            table = comparison_table(cells, table_format, remark=_verdict_words)
+            say(table if cells else "nothing was measured")
             say(f"\n{results.manifest['name']}: {made_on(results.manifest)}")
+
+
+def _verdict_words(cell: Comparison) -> str:
+    """The verdict on a case; its interval stands in the table."""
+    from lightning_specdec.bench.records import STANDARD
+
+    if cell.case.method == STANDARD or cell.error is not None:
+        return ""
+    return cell.verdict.word
 
 
 def _has_failures(results: Results) -> bool:

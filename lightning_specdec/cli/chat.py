@@ -11,16 +11,17 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_specdec.cli.common import load_decoder
 from lightning_specdec.cli.options import (
     MeasureSettings,
     Parser,
+    TemplateSettings,
     UsageError,
     chosen,
     decoding,
@@ -28,7 +29,7 @@ from lightning_specdec.cli.options import (
 )
 from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.config.settings import Settings, setting
+from lightning_specdec.config.settings import setting
 from lightning_specdec.config.terminal import one_line, say, short
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ COMMANDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatSettings(Settings):
+class ChatSettings(TemplateSettings):
     """How a chat starts."""
 
     system: str | None = setting(None, "system message")
@@ -86,8 +87,9 @@ def run(options: Namespace) -> int:
     if interactive:
         _note(f"{source.name} with {type(decoder.drafter).__name__}. {COMMANDS}")
 
-    system = chosen(options, ChatSettings).system
-    chat = _Chat(decoder, tokenizer, config, system=system, interactive=interactive)
+    settings = chosen(options, ChatSettings)
+    decoder.check_template(settings.chat_template_kwargs)
+    chat = _Chat(decoder, tokenizer, config, settings, interactive=interactive)
     num_errors = 0
     chat.begin()
     show_activity("")
@@ -116,14 +118,14 @@ class _Chat:
         decoder: SpeculativeDecoder,
         tokenizer: TextTokenizer,
         config: DecodingConfig,
+        settings: ChatSettings,
         *,
-        system: str | None,
         interactive: bool,
     ) -> None:
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.config = config
-        self.system = system
+        self.settings = settings
         self.interactive = interactive
         self.talk: Talk | None = None
 
@@ -162,7 +164,13 @@ class _Chat:
 
         target, drafter = self.decoder.ready()
         conversation = Conversation(target, drafter, self.config)
-        return Talk(self.tokenizer, conversation, system=self.system, interactive=self.interactive)
+        return Talk(
+            self.tokenizer,
+            conversation,
+            system=self.settings.system,
+            interactive=self.interactive,
+            chat_template_kwargs=self.settings.chat_template_kwargs,
+        )
 
 
 class Talk:
@@ -175,6 +183,7 @@ class Talk:
         tokenizer: the model's tokenizer, with a chat template.
         system: the system message; None for that of the template.
         interactive: whether Ctrl-C stops an answer instead of the program.
+        chat_template_kwargs: variables of the chat template.
     """
 
     def __init__(
@@ -184,8 +193,10 @@ class Talk:
         *,
         system: str | None = None,
         interactive: bool,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.chat_template_kwargs = chat_template_kwargs
         self.conversation = conversation
         self.interactive = interactive
         self._is_interrupted = False
@@ -205,7 +216,10 @@ class Talk:
         stream = self.tokenizer.stream()
         pieces: list[str] = []
         messages = [*self.messages, {"role": "user", "content": content}]
-        row = self.conversation.begin(self.tokenizer.encode_chat(messages))
+        prompt = self.tokenizer.encode_chat(
+            messages, chat_template_kwargs=self.chat_template_kwargs
+        )
+        row = self.conversation.begin(prompt)
         show_activity("reading the question")
 
         try:

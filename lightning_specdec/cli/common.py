@@ -9,9 +9,16 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_specdec.cli.options import PromptSettings, chosen, pair_source, typed
+from lightning_specdec.cli.options import (
+    TEMPLATE_VARIABLES,
+    PromptSettings,
+    chosen,
+    pair_source,
+    typed,
+)
 from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.config.settings import Settings
 from lightning_specdec.config.terminal import say
 from lightning_specdec.text.prompts import Prompt, read_prompts
@@ -81,12 +88,16 @@ def counted(number: int, noun: str) -> str:
 
 
 class Loaded(NamedTuple):
-    """The models and prompts that the flags name. `texts` are None for prompts given as tokens."""
+    """The models and prompts that the flags name. `texts` are None for prompts given as tokens.
+
+    `template_variables` are variables of the chat template that wrote the prompts.
+    """
 
     source: PairSource
     decoder: SpeculativeDecoder
     texts: list[str | None]
     prompts: list[list[int]]
+    template_variables: dict[str, Any]
 
     def manifest(self, *settings: Settings) -> dict[str, Any]:
         """Record how results are produced: machine, versions, models, and these settings."""
@@ -95,6 +106,8 @@ class Loaded(NamedTuple):
         options: dict[str, Any] = {}
         for part in (self.source, *settings):
             options.update(part.to_dict())
+        if self.template_variables:
+            options[TEMPLATE_VARIABLES] = self.template_variables
         return manifest(
             options=options, checkpoint=self.source.ckpt, device=self.decoder.target.device
         )
@@ -113,15 +126,16 @@ def load(options: Namespace, *, num_own: int | None = None) -> Loaded:
             the target.
     """
     source = pair_source(options)
-    user_prompts = _read_prompts(chosen(options, PromptSettings))
+    settings = chosen(options, PromptSettings)
+    user_prompts = _read_prompts(settings)
     decoder = load_decoder(options, source)
     if user_prompts is None:
-        encoded = _default_prompts(decoder, raw="raw" in options)[:num_own]
+        encoded = _default_prompts(decoder, settings)[:num_own]
     else:
-        encoded = _encode_prompts(decoder, user_prompts, raw="raw" in options)
+        encoded = _encode_prompts(decoder, user_prompts, settings)
     texts = [text for text, _ in encoded]
     prompts = [tokens for _, tokens in encoded]
-    return Loaded(source, decoder, texts, prompts)
+    return Loaded(source, decoder, texts, prompts, settings.chat_template_kwargs)
 
 
 def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
@@ -135,16 +149,23 @@ def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
     progress(f"loading {name} ...")
     if source.drafter is not None:
         source = source.changed(drafter=typed(source.drafter, "drafter"))
+    num_threads = getattr(options, "threads", None)
+    if num_threads is None and source.pair is not None:
+        num_threads = get_pair(source.pair).threads
+    if num_threads is not None:
+        # Before the models are loaded: OpenVINO keeps the number that it was compiled with.
+        torch.set_num_threads(num_threads)
     decoder = SpeculativeDecoder.load(source)
-    if "threads" in options:
-        torch.set_num_threads(options.threads)
-    else:
+    if num_threads is None:
         _choose_threads(decoder)
     return decoder
 
 
 def _choose_threads(decoder: SpeculativeDecoder) -> None:
-    """Use one thread for a small model, and warn if other processes keep the cores busy."""
+    """Use one thread for a small model, and warn if other processes keep the cores busy.
+
+    How many threads are fastest then is not known without measuring, so nothing else is changed.
+    """
     import torch
 
     from lightning_specdec.models.packed import limit_threads
@@ -156,7 +177,8 @@ def _choose_threads(decoder: SpeculativeDecoder) -> None:
     uses_cpu = decoder.target.device.type == "cpu"
     if is_busy and uses_cpu and torch.get_num_threads() > 1:
         log.warning(
-            "%d cores are busy (load %.1f): --threads 1 may be faster and steadier",
+            "other programs keep the %d cores busy (load %.1f), so timings vary: `sweep` compares "
+            "numbers of threads",
             num_cores,
             load_average,
         )
@@ -188,27 +210,37 @@ EncodedPrompts = list[tuple[str | None, list[int]]]
 """Each prompt's text, None if it was given as tokens, and its tokens."""
 
 
-def _default_prompts(decoder: SpeculativeDecoder, *, raw: bool) -> EncodedPrompts:
+def _default_prompts(decoder: SpeculativeDecoder, settings: PromptSettings) -> EncodedPrompts:
     """The pair's own prompts, or the default ones for models of text."""
     if decoder.prompts:
         return [(None, list(prompt)) for prompt in decoder.prompts]
     if decoder.tokenizer is None:
         raise ValueError("the target stores no prompts: give some with --prompt '1 2 3'")
     prompts = [Prompt("", "", text=text) for text in OWN_PROMPTS]
-    return _encode_prompts(decoder, prompts, raw=raw)
+    return _encode_prompts(decoder, prompts, settings)
 
 
 def _encode_prompts(
-    decoder: SpeculativeDecoder, prompts: list[Prompt], *, raw: bool
+    decoder: SpeculativeDecoder, prompts: list[Prompt], settings: PromptSettings
 ) -> EncodedPrompts:
+    variables = settings.chat_template_kwargs
+    uses_template = decoder.tokenizer is not None and decoder.tokenizer.has_chat_template
+    if variables and (settings.raw or not uses_template):
+        raise ValueError(
+            "chat_template_kwargs are for a chat template, and none is used here: drop them"
+        )
+    if uses_template and not settings.raw:
+        decoder.check_template(variables)
     encoded: EncodedPrompts = []
     for prompt in prompts:
         if decoder.tokenizer is None:
             tokens = _parse_tokens(prompt.id, str(prompt.text), decoder.target.vocab_size)
             encoded.append((None, tokens))
         else:
-            tokens = list(prompt.encoded(decoder.tokenizer, raw=raw).tokens)
-            encoded.append((prompt.text, tokens))
+            encoded_prompt = prompt.encoded(
+                decoder.tokenizer, raw=settings.raw, chat_template_kwargs=variables
+            )
+            encoded.append((prompt.text, list(encoded_prompt.tokens)))
     return encoded
 
 

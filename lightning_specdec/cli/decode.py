@@ -38,8 +38,7 @@ lightning_specdec decode --target ./llama --draft ./small-llama --num_draft_toke
 lightning_specdec decode --target ./llama --drafter NGramDrafter --drafter.max_ngram 4
 lightning_specdec decode --target ./llama --drafter EarlyExitDrafter --drafter.exit_layer 3"""
 MEASURE_SECONDS = 20.0
-"""Time for measuring if --repeats is not given, provided that two repeats fit into it."""
-MIN_REPEATS = 2
+"""Time for measuring if --repeats is not given, provided that a repeat fits into it."""
 MAX_REPEATS = 10
 MIN_WARMUP_SECONDS = 1.0
 """A first run of at least this many seconds has warmed everything up."""
@@ -154,7 +153,7 @@ def _decode_and_measure(
     seconds = time.perf_counter() - start_seconds
     repeats = measure.repeats
     if repeats is None:
-        repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(MEASURE_SECONDS / seconds)))
+        repeats = min(MAX_REPEATS, max(1, int(MEASURE_SECONDS / seconds)))
     warmup = WARMUP_RUNS if seconds < MIN_WARMUP_SECONDS else 0
     expected_seconds = (warmup + repeats) * seconds
     progress(f"measuring, about {expected_seconds:.0f} s: use --repeats 0 to skip this")

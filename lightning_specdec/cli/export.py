@@ -16,6 +16,7 @@ from lightning_specdec.cli.options import (
     class_named,
     use_shipped_files,
 )
+from lightning_specdec.config.hub import check_upload, upload
 from lightning_specdec.config.models import ENGINES, FILE_SUFFIXES, PairSource
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
@@ -46,6 +47,9 @@ class ExportSettings(Settings):
     target: str | None = setting(
         None, "directory of the target, for --format and for --draft DIR", metavar="DIR"
     )
+    adapter: str | None = setting(
+        None, "adapter of PEFT that is merged into the target", metavar="ADAPTER"
+    )
     format: str | None = setting(None, "write a directory for an engine", choices=ENGINES)
     output: str = setting(
         help="file to write, NAME.safetensors; with --format, a new directory", metavar="PATH"
@@ -55,6 +59,9 @@ class ExportSettings(Settings):
         None,
         "dtype of the stored weights; this package computes as before, engines as stored",
         choices=("float16", "bfloat16", "int8"),
+    )
+    push_to_hub: str | None = setting(
+        None, "with --format, also upload the directory to this repository", metavar="NAME"
     )
 
 
@@ -76,6 +83,10 @@ def run(options: Namespace) -> int:
         raise UsageError("--output is missing: give a file, for example --output draft.safetensors")
     use_shipped_files(options)
     settings = chosen(options, ExportSettings)
+    if settings.push_to_hub is not None:
+        if settings.format is None:
+            raise UsageError("--push_to_hub uploads what --format writes: give --format")
+        check_upload(settings.push_to_hub)
     if settings.format is None and settings.draft is None:
         _export_checkpoint(settings, options)
     else:
@@ -143,6 +154,7 @@ def _export_draft(settings: ExportSettings, options: Namespace) -> None:
     source = PairSource(
         ckpt=settings.ckpt,
         target=settings.target,
+        adapter=settings.adapter,
         draft=settings.draft,
         drafter=getattr(options, "drafter", None),
     )
@@ -189,6 +201,9 @@ def _write_engine_directory(settings: ExportSettings, engine: str, loaded: Loade
         say(f"not run in {engine} itself")
     for command in export.commands:
         say(command)
+    if settings.push_to_hub is not None:
+        progress(f"uploading {output} ...")
+        say(upload(output, settings.push_to_hub))
 
 
 def _comparison_texts(tokenizer: Tokenizer | None) -> list[list[int]]:

@@ -97,19 +97,22 @@ def _describe(options: Namespace) -> dict[str, Any]:
 
 def _print(description: dict[str, Any], *, verbose: bool) -> None:
     """Print one line for each value; without `verbose`, shorten prompts and the recipe."""
-    recipe = description.get("recipe") or {}
-    shown = dict(description)
+    full_recipe = description.get("recipe") or {}
+    values = dict(description)
     if not verbose:
-        shown["recipe"] = {name: recipe[name] for name in RECIPE if name in recipe}
-        if shown.get("prompts"):
-            shown["prompts"] = _summarize_prompts(shown["prompts"])
+        values["recipe"] = {name: full_recipe[name] for name in RECIPE if name in full_recipe}
+        if values.get("prompts"):
+            values["prompts"] = _summarize_prompts(values["prompts"])
 
-    lines = list(_lines(shown))
+    lines = list(_lines(values))
     width = min(MAX_NAME_WIDTH, max(display_width(name) for name, _ in lines))
     for name, value in lines:
+        # Prompts are as long as `verbose` wants them.
         text = value if name == "prompts" else short(value, MAX_VALUE_LENGTH)
         say(f"{padded(name, width)}  {text}")
-    if len(recipe) > len(shown.get("recipe") or {}):
+
+    printed_recipe = values.get("recipe") or {}
+    if len(printed_recipe) < len(full_recipe):
         say("(-v shows the rest of the recipe)")
 
 
@@ -183,11 +186,14 @@ def _describe_pair(pair: Pair, device: str) -> dict[str, Any]:
         fits = needed <= available
 
     description: dict[str, Any] = {"name": pair.name, "description": pair.description}
+    if pair.ckpt is not None:
+        description["ckpt"] = pair.ckpt
     for role, model in zip(("target", "draft"), pair.models, strict=False):
         weights = model.quantization or model.dtype
         description[role] = f"{model.location}, {model.size.parameters:,} parameters, {weights}"
     description.update(
-        drafter=pair.drafter.label,
+        drafter=None if pair.own_drafter is None else pair.own_drafter.label,
+        draft_file=pair.draft_file if pair.has_trained_draft else None,
         num_draft_tokens=pair.num_draft_tokens,
         needed_bytes=needed,
         available_bytes=available,
@@ -207,10 +213,12 @@ def _describe_model(source: TargetSource) -> dict[str, Any]:
         dtype=source.dtype,
         quantization=source.quantization,
         revision=source.revision,
+        adapter=source.adapter,
         trust_remote_code=source.trust_remote_code,
     ).pack()
     return {
         "model": source.target,
+        "adapter": source.adapter,
         "architecture": type(model.model).__name__,
         "parameters": model.num_parameters,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -218,6 +226,7 @@ def _describe_model(source: TargetSource) -> dict[str, Any]:
         "device": str(model.device),
         "context": model.max_positions,
         "vocabulary": model.vocab_size,
+        "snapshot_bytes": model.snapshot_bytes(),
         "chat_template": model.tokenizer is not None and model.tokenizer.has_chat_template,
     }
 

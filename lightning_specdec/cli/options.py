@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import logging
 import re
 from argparse import Namespace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
+from lightning_specdec.config.hub import GGUF_SUFFIX
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice, Kinds
 from lightning_specdec.config.models import (
     FILE_SUFFIXES,
@@ -43,8 +45,36 @@ class UsageError(ValueError):
     """The command line itself is wrong."""
 
 
+TEMPLATE_VARIABLES = "chat_template_kwargs"
+"""Flag of the chat template's variables: `--chat_template_kwargs.NAME VALUE`."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class PromptSettings(Settings):
+class TemplateSettings(Settings):
+    """Variables of the chat template."""
+
+    chat_template_kwargs: Any = setting(
+        None,
+        "variables of the chat template, as JSON; or one of them, as "
+        "--chat_template_kwargs.enable_thinking false",
+        metavar="JSON",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        variables = self.chat_template_kwargs
+        if isinstance(variables, str):
+            variables = _parse_value(variables)
+        if not isinstance(variables, dict | None):
+            raise ValueError(
+                'chat_template_kwargs must be a JSON object, as {"enable_thinking": false}, got '
+                f"{variables!r}"
+            )
+        object.__setattr__(self, TEMPLATE_VARIABLES, variables or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSettings(TemplateSettings):
     """Where prompts come from; by default those of the pair, or three that ship."""
 
     prompt: tuple[str, ...] = setting(
@@ -66,7 +96,7 @@ class MeasureSettings(Settings):
 
     repeats: int | None = setting(
         None,
-        "timed runs of each method; 0 shows only the outputs; default: 2 to 10, for 20 seconds",
+        "timed runs of each method; 0 shows only the outputs; default: 1 to 10, for 20 seconds",
         minimum=0,
     )
     batch_size: int = setting(1, "prompts decoded together", minimum=1, maximum=MAX_TOKENS)
@@ -179,6 +209,7 @@ class Parser(argparse.ArgumentParser):
             Only the flags that were given. `drafter` and `rule` are `Choice`s whose settings are
             still text, because their classes are not imported yet.
         """
+        words = join_template_variables(words)
         remaining_words, kind_settings = self._split_kind_settings(words)
         options = self.parse_args(remaining_words)
         for kind, settings in kind_settings.items():
@@ -209,12 +240,17 @@ class Parser(argparse.ArgumentParser):
 
             name = flag.removeprefix("--").replace("-", "_")
             kind, dot, field_name = name.partition(".")
-            if dot and kind in KINDS and f"--{kind}" in self._option_string_actions:
-                if not equals and not queue:
-                    self.error(f"argument --{name}: expected a value")
-                kind_settings[kind][field_name] = value if equals else queue.pop(0)
-            else:
+            is_kind_setting = dot and kind in KINDS and f"--{kind}" in self._option_string_actions
+            if not is_kind_setting:
                 remaining_words.append(f"--{name}{equals}{value}")
+                continue
+
+            if not equals:
+                # The value is the next word.
+                if not queue:
+                    self.error(f"argument --{name}: expected a value")
+                value = queue.pop(0)
+            kind_settings[kind][field_name] = value
         return remaining_words, kind_settings
 
     def error(self, message: str) -> NoReturn:
@@ -255,8 +291,50 @@ class Parser(argparse.ArgumentParser):
         return f": {self.prog} accepts only options"
 
 
+def join_template_variables(words: Sequence[str]) -> list[str]:
+    """The words of a command line with `--chat_template_kwargs.NAME VALUE` joined to one flag.
+
+    Values that are JSON are read as such: true and 3 are no text. The joined flag is at the end.
+    """
+    variables: dict[str, Any] = {}
+    other_words: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("chat-template-kwargs", TEMPLATE_VARIABLES)
+        name, dot, variable = flag.partition(".")
+        if name != f"--{TEMPLATE_VARIABLES}":
+            other_words.append(word)
+            continue
+        if not equals:
+            if not queue:
+                raise UsageError(f"argument {flag}: expected a value")
+            value = queue.pop(0)
+
+        parsed_value = _parse_value(value)
+        if dot:
+            variables[variable] = parsed_value
+        elif isinstance(parsed_value, dict):
+            variables.update(parsed_value)
+        else:
+            # The setting refuses it.
+            other_words += [name, value]
+    if variables:
+        other_words += [f"--{TEMPLATE_VARIABLES}", json.dumps(variables)]
+    return other_words
+
+
+def _parse_value(text: str) -> Any:
+    """The value that a text is in JSON, or as a constant of Python; else the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
 def _help_text(text: str, default: Any) -> str:
-    """The help line of a flag, followed by its default if that says anything."""
+    """The help line of a flag, followed by its default if that is informative."""
     # argparse formats help with the % operator.
     text = text.replace("%", "%%")
     is_unset = any(default is value for value in (None, False, (), MISSING))
@@ -273,10 +351,10 @@ def _value_options(field: Field[Any], hint: Any) -> dict[str, Any]:
 
     metavar = field.metadata.get("metavar")
     options: dict[str, Any] = {}
-    item_types = []
+    item_types: list[Any] = []
     for option in options_of(hint):
         if get_origin(option) is tuple:
-            item_types.append(get_args(option)[0])
+            item_types += options_of(get_args(option)[0])
             takes_several = str(metavar).endswith("...")
             options["action"] = "extend" if takes_several else "append"
             if takes_several:
@@ -363,7 +441,7 @@ def class_named(options: Namespace) -> str | None:
 
 
 def pair_source(options: Namespace) -> PairSource:
-    """Return the models that the flags name. A positional MODEL becomes the flag it stands for.
+    """Return the models that the flags name. A positional MODEL is a short form of a flag.
 
     Raises:
         ValueError: no model or several are named, or a path does not exist.
@@ -407,6 +485,8 @@ def model_flag(model: str) -> str:
     path = Path(shipped_file(model)).expanduser()
     if path.is_dir():
         return "ckpt" if is_run(path) else "target"
+    if path.suffix.lower() == GGUF_SUFFIX:
+        return "target"
     if path.is_file() or path.suffix in FILE_SUFFIXES:
         return "ckpt"
     pair_names = {pair.name for pair in list_pairs()}

@@ -1,15 +1,19 @@
-"""The verb `sweep`: measure every draft with every window, and show how to use the fastest."""
+"""The verb `sweep`: find the fastest way to decode a model on this machine."""
 
 from __future__ import annotations
 
 import json
-import shlex
+import logging
+import math
+import shutil
 import sys
+import threading
+import time
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_specdec.cli.common import Loaded, counted, load, progress
+from lightning_specdec.cli.common import Loaded, counted, load, log
 from lightning_specdec.cli.options import (
     MeasureSettings,
     OutputSettings,
@@ -17,167 +21,388 @@ from lightning_specdec.cli.options import (
     PromptSettings,
     chosen,
     decoding,
+    typed,
 )
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
-from lightning_specdec.config.kinds import DRAFTERS, Choice
+from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.pairs import get_pair, pair_path, write_pair
 from lightning_specdec.config.settings import setting, setting_fields
-from lightning_specdec.config.terminal import say
+from lightning_specdec.config.terminal import one_line, say, visible
 
 if TYPE_CHECKING:
-    from lightning_specdec.bench.candidates import Candidate
     from lightning_specdec.bench.records import Comparison
+    from lightning_specdec.bench.sweep import Progress, Standing, Sweep
 
-SUMMARY = "measure every draft with every window and mark the fastest"
+SUMMARY = "find the fastest way to decode a model on this machine, in three minutes"
 EXAMPLES = """\
-lightning_specdec sweep checkpoints/rnn.safetensors --max_new_tokens 7
-lightning_specdec sweep --target ./llama --draft ./small-llama --batch_size 4
+lightning_specdec sweep --target checkpoints/smollm2
+lightning_specdec sweep --target ./llama --draft ./small-llama --draft head.safetensors --save mine
+lightning_specdec sweep checkpoints/rnn.safetensors --max_new_tokens 7 --minutes 0.5
 lightning_specdec sweep checkpoints/rnn.safetensors --temperature 1 --rule RejectionSampling"""
+FIRST_TABLE_SECONDS = 20.0
+"""Seconds after which a first table is shown."""
+LINE_SECONDS = 10.0
+"""Seconds between lines of progress outside a terminal."""
+CLEAR_LINE = "\r\x1b[K"
+"""Returns to the start of a terminal's line and clears it."""
+ANY = "any"
+"""Value of --quantization that also tries int8 weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSettings(OutputSettings):
-    """What is measured."""
+    """What is tried, and for how long."""
 
-    num_draft_tokens: tuple[int, ...] = setting(
-        (2, 4, 6, 8), "draft tokens per round", metavar="INT ...", minimum=1, maximum=MAX_TOKENS
+    draft: tuple[str, ...] = setting(
+        (),
+        "draft to try: a draft file, a run's directory, a head, a model, or the name of one of a "
+        "checkpoint's drafts; repeatable; default: all that belong to the target",
+        metavar="MODEL|FILE|NAME",
     )
     drafts: tuple[str, ...] = setting(
         (), "drafts of the checkpoint, by name; default: all", metavar="NAME ..."
     )
+    num_draft_tokens: tuple[int | str, ...] = setting(
+        (2, 4, 8, "auto"),
+        "draft tokens per round to try, or auto",
+        metavar="INT|auto ...",
+        minimum=1,
+        maximum=MAX_TOKENS,
+        choices=("auto",),
+    )
     num_prompts: int = setting(
         4, "how many of the models' own prompts to use if none are given", minimum=1
+    )
+    minutes: float = setting(
+        3.0, "time until the answer, loading included; Ctrl-C shows what is known", above=0
+    )
+    save: str | None = setting(
+        None, "save the fastest as a pair of this name, for --pair NAME", metavar="NAME"
     )
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_models()
+    parser.add_models(skip=("draft",))
     parser.add_settings("Prompt", PromptSettings)
     parser.add_decoding(skip=("num_draft_tokens", "logprobs"), max_new_tokens=128)
-    parser.add_settings("Measure", MeasureSettings, repeats=5)
-    parser.add_settings("Output", SweepSettings)
+    parser.add_settings("Measure", MeasureSettings, skip=("repeats",))
+    parser.add_settings("Sweep", SweepSettings)
 
 
 def run(options: Namespace) -> int:
-    """Measure every draft with every window; returns 1 if one failed or produced other tokens."""
+    """Find the fastest way and print it; returns 1 if a way failed or produced other tokens."""
+    start = time.monotonic()
     settings = chosen(options, SweepSettings)
-    measure = chosen(options, MeasureSettings)
     config = decoding(options, num_draft_tokens=None)
-    loaded = load(options, num_own=settings.num_prompts)
+    if settings.save is not None:
+        pair_path(settings.save)  # a wrong name is refused at once
+    model_options = _model_options(options)
+    deadline = start + 60 * settings.minutes
+    reporter = _Reporter(deadline, is_shown=log.isEnabledFor(logging.INFO))
+    interrupted = False
+    with reporter:
+        loaded = load(model_options, num_own=settings.num_prompts)
+        source = _backend_of(options, loaded.source)
+        sweep = _make_sweep(options, loaded, source, config, settings, deadline, reporter)
+        reporter.sweep = sweep
+        try:
+            sweep.run()
+        except KeyboardInterrupt:
+            interrupted = True
+
+    standing = sweep.standing()
+    answer = _answer(options, sweep, source, standing)
+    problem = ""
+    if settings.save is not None:
+        answer["saved"], problem = _save(sweep, source, standing, settings.save)
+    manifest = loaded.manifest(config, chosen(options, MeasureSettings), settings)
+    if settings.output == "json":
+        say(json.dumps(_document(standing, answer, manifest, interrupted=interrupted)))
+    else:
+        _print(loaded, sweep, standing, answer, manifest)
+    if problem:
+        say(f"nothing is saved: {problem}", file=sys.stderr)
+    exit_code = _exit_code(sweep, standing, interrupted=interrupted)
+    return exit_code or (1 if problem else 0)
+
+
+def _model_options(options: Namespace) -> Namespace:
+    """The flags that load the target with torch and its usual draft."""
+    values = dict(vars(options))
+    for name in ("draft", "drafts", "num_draft_tokens", "save", "minutes", "output"):
+        values.pop(name, None)
+    if values.get("quantization") == ANY:
+        del values["quantization"]
+    if values.get("backend", "auto") == "auto":
+        # The sweep itself compares backends.
+        values["backend"] = "torch"
+    return Namespace(**values)
+
+
+def _backend_of(options: Namespace, source: PairSource) -> PairSource:
+    """What was loaded, with the models of a pair, and the backend that the user chose."""
+    backend = getattr(options, "backend", "auto")
+    if source.pair is not None:
+        source = get_pair(source.pair).complete(source)
+        if "drafter" not in options:
+            # The pair's drafter is one of those that are tried.
+            source = source.changed(drafter=None)
+    if source.drafter is not None:
+        source = source.changed(drafter=typed(source.drafter, "drafter"))
+    return source.changed(backend=backend)
+
+
+def _make_sweep(
+    options: Namespace,
+    loaded: Loaded,
+    source: PairSource,
+    config: DecodingConfig,
+    settings: SweepSettings,
+    deadline: float,
+    reporter: _Reporter,
+) -> Sweep:
     # Imported here because torch takes a second.
+    from lightning_specdec.bench.sweep import Sweep
+    from lightning_specdec.bench.ways import draftings, engines
+
+    measure = chosen(options, MeasureSettings)
+    engines_to_try = engines(
+        loaded.decoder.target,
+        source,
+        num_threads=measure.threads,
+        any_quantization=getattr(options, "quantization", None) == ANY,
+    )
+    kinds = draftings(loaded.decoder, source, (*settings.draft, *settings.drafts))
+    sweep = Sweep(
+        loaded.decoder,
+        source.changed(backend=engines_to_try[0].backend),
+        loaded.prompts,
+        loaded.decoder.config(config, num_draft_tokens=1).changed(num_draft_tokens=None),
+        engines=engines_to_try,
+        kinds=kinds,
+        windows=settings.num_draft_tokens,
+        seconds=max(0.0, deadline - time.monotonic()),
+        batch_size=measure.batch_size,
+        watch=reporter.watch,
+    )
+    names = ", ".join(kind.name for kind in kinds)
+    log.info("trying %s in %s", names, "; ".join(engine.name for engine in engines_to_try))
+    return sweep
+
+
+class _Reporter:
+    """Shows progress on stderr: a line that changes every second in a terminal, a line every ten
+    seconds elsewhere, and a first table.
+
+    Loading a model takes long and reports nothing, so a thread shows the line. It wakes up once a
+    second, which no timing notices.
+
+    Args:
+        deadline: when the answer is due, on the clock of `time.monotonic`.
+        is_shown: whether progress is wanted.
+    """
+
+    def __init__(self, deadline: float, *, is_shown: bool) -> None:
+        self.sweep: Sweep | None = None
+        self._deadline = deadline
+        self._is_shown = is_shown
+        self._table_due = time.monotonic() + FIRST_TABLE_SECONDS
+        self._progress: Progress | None = None
+        self._is_over = threading.Event()
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._show_lines, daemon=True)
+
+    def __enter__(self) -> _Reporter:
+        if self._is_shown:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        if self._is_shown:
+            self._thread.join()
+
+    def watch(self, progress: Progress) -> None:
+        """Take what the sweep is doing."""
+        self._progress = progress
+        if self._is_shown and progress.leader and time.monotonic() > self._table_due:
+            self._table_due = math.inf
+            self._show_first_table()
+
+    def _show_lines(self) -> None:
+        is_terminal = sys.stderr.isatty()
+        while not self._is_over.wait(1.0 if is_terminal else LINE_SECONDS):
+            with self._writing:
+                line = visible(self._line())
+                start, end = (CLEAR_LINE, "") if is_terminal else ("", "\n")
+                say(f"{start}{line}", end=end, file=sys.stderr, flush=True, has_colours=True)
+        if is_terminal:
+            say(CLEAR_LINE, end="", file=sys.stderr, flush=True, has_colours=True)
+
+    def _line(self) -> str:
+        """What is tried, how many are left, and how long it takes."""
+        seconds_left = max(0, round(self._deadline - time.monotonic()))
+        minutes, seconds = divmod(seconds_left, 60)
+        parts = [f"{minutes}:{seconds:02d} left"]
+        if self._progress is not None:
+            parts.append(self._progress.step)
+            if self._progress.leader:
+                parts.append(f"{self._progress.num_left} ways in the race")
+                parts.append(self._progress.leader)
+        line = " | ".join(parts)
+        if sys.stderr.isatty():
+            # A line that wraps could not be cleared.
+            line = line[: max(20, shutil.get_terminal_size().columns - 1)]
+        return line
+
+    def _show_first_table(self) -> None:
+        from lightning_specdec.bench.table import comparison_table
+        from lightning_specdec.bench.verdict import ranked
+
+        assert self.sweep is not None
+        comparisons = self.sweep.standing().comparisons
+        start = CLEAR_LINE if sys.stderr.isatty() else ""
+        with self._writing:
+            table = visible(comparison_table(ranked(comparisons), remark=_verdict_word))
+            say(f"{start}so far:\n{table}\n", file=sys.stderr, flush=True, has_colours=True)
+
+
+def _verdict_word(comparison: Comparison) -> str:
+    return comparison.verdict.word
+
+
+def _threads(sweep: Sweep, options: Namespace | None, standing: Standing) -> int | None:
+    """The number of CPU threads that the winner needs to be told; None for the default."""
+    assert standing.winner is not None
+    num_threads = standing.winner.engine.num_threads
+    was_chosen = options is not None and "threads" in options
+    if num_threads == sweep.engines[0].num_threads and not was_chosen:
+        return None
+    return num_threads
+
+
+def _answer(
+    options: Namespace, sweep: Sweep, source: PairSource, standing: Standing
+) -> dict[str, Any]:
+    """The answer: a sentence, and what to copy if it is proven."""
+    from lightning_specdec.bench.recommendation import command, python_line, sentence
+
+    has_engines = len(sweep.engines) > 1
+    answer: dict[str, Any] = {
+        "answer": sentence(standing, has_engines=has_engines),
+        "command": None,
+        "python": None,
+        "saved": None,
+    }
+    if standing.winner is None or not standing.is_proven:
+        return answer
+    winner = standing.winner
+    winner_source = _named_source(winner.source(source), has_engines, source)
+    threads = _threads(sweep, options, standing)
+    not_decode = {field.name for field in setting_fields(SweepSettings)}
+    not_decode |= {field.name for field in setting_fields(PairSource)}
+    not_decode |= {"MODEL", "threads"}
+    flags = {name: value for name, value in vars(options).items() if name not in not_decode}
+    answer["command"] = command(winner, winner_source, flags, threads=threads)
+    answer["python"] = python_line(winner, winner_source, threads=threads)
+    return answer
+
+
+def _named_source(winner: PairSource, has_engines: bool, source: PairSource) -> PairSource:
+    """What loads the winner. The backend is named if there was a choice."""
+    if has_engines or source.backend != "auto":
+        return winner
+    return winner.changed(backend="auto")
+
+
+def _save(
+    sweep: Sweep, source: PairSource, standing: Standing, name: str
+) -> tuple[str | None, str]:
+    """Save the winner as a pair. Returns its file, and why nothing was saved, if so.
+
+    The results of minutes are shown in any case, so nothing is raised.
+    """
+    from lightning_specdec.bench.recommendation import pair_values
+
+    if standing.winner is None or not standing.is_proven:
+        return None, "nothing is proven faster than standard decoding"
+    try:
+        values = pair_values(
+            standing.winner,
+            standing.winner.source(source),
+            description=f"{standing.winner.draft_name}, found by sweep",
+            threads=_threads(sweep, None, standing),
+        )
+        return str(write_pair(name, values)), ""
+    except (ValueError, OSError) as error:
+        return None, one_line(error)
+
+
+def _document(
+    standing: Standing, answer: dict[str, Any], manifest: dict[str, Any], *, interrupted: bool
+) -> dict[str, Any]:
+    from lightning_specdec.bench.verdict import ranked
+
+    rows = []
+    best = None
+    for index, comparison in enumerate(ranked(standing.comparisons)):
+        remark = standing.remark(comparison)
+        rows.append({**comparison.summary(), "remark": remark})
+        if remark == "<- best":
+            best = index
+    return {
+        "rows": rows,
+        "best": best,
+        "verdict": {"kind": standing.verdict.kind, "text": standing.verdict.text},
+        **answer,
+        "failed": dict(standing.failed),
+        "interrupted": interrupted,
+        "manifest": manifest,
+    }
+
+
+def _print(
+    loaded: Loaded,
+    sweep: Sweep,
+    standing: Standing,
+    answer: dict[str, Any],
+    manifest: dict[str, Any],
+) -> None:
+    """Print the table, the answer, and what it was measured on."""
     from lightning_specdec.bench.manifest import made_on
     from lightning_specdec.bench.table import comparison_table
-    from lightning_specdec.bench.verdict import choose, ranked
+    from lightning_specdec.bench.verdict import ranked
 
-    candidates = _candidates(loaded, settings)
-    comparisons, interrupted = _measure(loaded, config, settings, measure, candidates)
-    choice = choose(comparisons)
-    command = None
-    if choice.best is not None:
-        best_case = choice.best.case
-        candidate = candidates[str(best_case.draft)]
-        command = decode_command(options, candidate, best_case.num_draft_tokens)
+    if standing.comparisons:
+        say(comparison_table(ranked(standing.comparisons), remark=standing.remark))
+    for name, reason in {**sweep.unavailable, **standing.failed}.items():
+        say(f"not measured: {name}: {reason}")
+    say(f"\n{answer['answer']}")
+    if answer["command"] is not None:
+        say(f"\n{answer['command']}\n{answer['python']}")
+    if answer["saved"] is not None:
+        say(f"\nsaved in {answer['saved']}: --pair {_pair_name(answer['saved'])}")
+    num_prompts = counted(len(loaded.prompts), "prompt")
+    batch_size = manifest["options"]["batch_size"]
+    standard = sweep.engines[0].name
+    say(
+        f"\nspeedups are over standard decoding in {standard}; {num_prompts}, "
+        f"batch size {batch_size}, {made_on(manifest)}"
+    )
 
-    manifest = loaded.manifest(config, measure, settings)
-    if settings.output == "json":
-        best_index = None if choice.best is None else comparisons.index(choice.best)
-        document = {
-            "rows": [comparison.summary() for comparison in comparisons],
-            "best": best_index,
-            "command": command,
-            "interrupted": interrupted,
-            "manifest": manifest,
-        }
-        say(json.dumps(document))
-    else:
-        say(comparison_table(ranked(comparisons), remark=choice.remark))
-        if command is not None:
-            say(f"\n{command if choice.is_proven else choice.text}\n")
-        num_prompts = counted(len(loaded.prompts), "prompt")
-        say(f"{num_prompts}, batch size {measure.batch_size}, {made_on(manifest)}")
 
+def _pair_name(path: str) -> str:
+    return path.rpartition("/")[2].removesuffix(".yaml")
+
+
+def _exit_code(sweep: Sweep, standing: Standing, *, interrupted: bool) -> int:
     if interrupted:
-        if comparisons:
+        if standing.comparisons:
             say("interrupted: what is above was measured by then", file=sys.stderr)
         else:
             say("interrupted before anything was measured", file=sys.stderr)
         return 130
-    has_failures = any(
-        comparison.error or comparison.same_tokens is False for comparison in comparisons
+    has_wrong_tokens = not sweep.allows_rounding and any(
+        comparison.same_tokens is False for comparison in standing.comparisons
     )
-    return 1 if has_failures else 0
-
-
-def _candidates(loaded: Loaded, settings: SweepSettings) -> dict[str, Candidate]:
-    """The drafters to measure, by name: the one that the flags name, or all of the checkpoint."""
-    from lightning_specdec.bench.candidates import Candidate, candidates
-
-    source = loaded.source
-    drafter = loaded.decoder.drafter
-    if source.draft is not None:
-        return {str(source.draft): Candidate(drafter)}
-    if source.drafter is not None:
-        return {DRAFTERS.name_of(type(drafter)): Candidate(drafter)}
-    return candidates(loaded.decoder, settings.drafts or None)
-
-
-def _measure(
-    loaded: Loaded,
-    config: DecodingConfig,
-    settings: SweepSettings,
-    measure: MeasureSettings,
-    candidates: dict[str, Candidate],
-) -> tuple[list[Comparison], bool]:
-    """Measure all candidates; returns the comparisons, and whether Ctrl-C ended it early."""
-    comparisons: list[Comparison] = []
-    try:
-        for comparison in loaded.decoder.sweep(
-            loaded.prompts,
-            config,
-            drafters={name: candidate.drafter for name, candidate in candidates.items()},
-            windows=settings.num_draft_tokens,
-            repeats=measure.repeats or 0,
-            batch_size=measure.batch_size,
-        ):
-            comparisons.append(comparison)
-            finding = comparison.error or comparison.verdict.text
-            progress(f"{comparison.case.label}: {finding}")
-    except KeyboardInterrupt:
-        return comparisons, True
-    return comparisons, False
-
-
-def decode_command(
-    options: Namespace, candidate: Candidate, num_draft_tokens: int | str | None
-) -> str:
-    """The command that decodes like a measured row: the sweep's own flags, its draft and window."""
-    sweep_only = {field.name for field in setting_fields(SweepSettings)} | {"MODEL", "repeats"}
-    flags: dict[str, Any] = {
-        name: value for name, value in vars(options).items() if name not in sweep_only
-    }
-    if candidate.draft is not None:
-        flags["draft"] = candidate.draft
-    if candidate.exit_layer is not None:
-        flags["drafter"] = Choice("EarlyExitDrafter", {"exit_layer": candidate.exit_layer})
-    flags["num_draft_tokens"] = num_draft_tokens
-
-    words = ["lightning_specdec", "decode"]
-    for name, value in flags.items():
-        words += _flag_words(name, value)
-    return shlex.join(words)
-
-
-def _flag_words(name: str, value: Any) -> list[str]:
-    """The words of a flag on the command line."""
-    if value is True:
-        return [f"--{name}"]
-    if isinstance(value, list):
-        words = []
-        for item in value:
-            words += _flag_words(name, item)
-        return words
-    if isinstance(value, Choice):
-        words = [f"--{name}", value.name]
-        for field_name, field_value in value.settings.items():
-            words += [f"--{name}.{field_name}", str(field_value)]
-        return words
-    return [f"--{name}", str(value)]
+    return 1 if standing.failed or has_wrong_tokens else 0

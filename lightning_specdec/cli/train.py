@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from lightning_specdec.cli.options import join_template_variables
 from lightning_specdec.config.pairs import nearest_config, shipped_config, shipped_directory
 from lightning_specdec.config.terminal import say
 
@@ -41,6 +42,7 @@ _RECIPE = """\
   --recipe NAME         a draft for a pretrained target without a YAML file: eagle, block, medusa,
                         exit, layers, or pair
   --target DIR          the target's directory; settings that depend on it follow from it
+  --adapter DIR         an adapter of PEFT to merge into the target
   --text PATH...        directories that generate wrote, or text files; shipped is SmolLM2's text
   --minutes M           duration of the run (default: three epochs). Start-up and the last
                         validation count, so give 3 or more
@@ -50,6 +52,8 @@ _ENGINE = """\
 """
 _OPTIONS = """\
   --config FILE         YAML file of the run; a further file overrides values of those before it
+  --chat_template_kwargs.NAME VALUE
+                        variable of the chat template that writes conversations or prompts
   --ckpt_path FILE      last, best or a checkpoint: fit resumes from it, the others use it
   --name NAME           name of the run's directories; default: the config's, and that of other data
   --save_seconds X      seconds between checkpoints while fit runs (default 60)
@@ -78,7 +82,7 @@ def run(verb: str, words: list[str]) -> int:
         _print_help(verb)
         return 0
     start = time.monotonic()
-    arguments = _translate(verb, words)
+    arguments = _translate(verb, join_template_variables(words))
     if verb == "fit" and any(word.partition("=")[0] == "--recipe" for word in arguments):
         config, other_arguments = _from_recipe(arguments)
         # With further options LightningCLI resolves the config and prints it.
@@ -130,6 +134,7 @@ def _translate(verb: str, words: list[str]) -> list[str]:
             continue
         if word == "--help_all":
             word = "--help"
+        word = re.sub(r"^--chat_template_kwargs(?==|$)", "--data.chat_template_kwargs", word)
         if verb == "generate":
             word = re.sub(r"^--engine(?==|$)", "--model.engine", word)
         # `--option=value` has the name of a config after the first equals sign.
@@ -142,7 +147,7 @@ def _check(verb: str, words: list[str]) -> None:
     """Refuse a command that cannot be a run, before the slow import of Lightning."""
     options = _options(words)
     names = {name for name, _ in options}
-    recipe_options = sorted(names & {"--target", "--text", "--minutes"})
+    recipe_options = sorted(names & {"--adapter", "--target", "--text", "--minutes"})
     if recipe_options:
         raise ValueError(_recipe_advice(verb, recipe_options[0]))
 
@@ -195,8 +200,15 @@ def _from_recipe(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     parser.add_argument("--target", required=True)
     parser.add_argument("--text", nargs="+", required=True)
     parser.add_argument("--minutes", type=float)
+    parser.add_argument("--adapter")
     options, other_arguments = parser.parse_known_args(words)
     from lightning_specdec.training.draft_recipes import config_for
 
-    config = config_for(options.recipe, options.target, options.text, minutes=options.minutes)
+    config = config_for(
+        options.recipe,
+        options.target,
+        options.text,
+        minutes=options.minutes,
+        adapter=options.adapter,
+    )
     return config, other_arguments

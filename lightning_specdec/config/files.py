@@ -43,14 +43,15 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+                # Only its owner can read a temporary file.
+                os.chmod(file.name, 0o644)
                 os.replace(file.name, path)
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except (
-        OSError
-    ) as error:  # a full disk names no file; leaving the inner block flushes again, and fails again
+    except OSError as error:
+        # The error of a full disk names no file. It is caught out here, because closing the
+        # temporary file writes once more and raises a second error.
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
@@ -60,8 +61,8 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 def new_directory(path: Path) -> Iterator[Path]:
     """Create a directory with all its files in one step, or not at all.
 
-    The files are written to a temporary directory beside it, which is renamed at the end. A process
-    that is killed leaves that directory: see `remove_abandoned`.
+    The files are written to a temporary directory next to it, which is renamed at the end. A
+    killed process leaves that directory: see `remove_abandoned`.
 
     Yields:
         The temporary directory.
@@ -71,7 +72,7 @@ def new_directory(path: Path) -> Iterator[Path]:
         OSError: the writing failed; nothing is left.
     """
     if path.is_symlink() or path.exists():
-        raise ValueError(f"{path} is there already and stays as it is: choose another directory")
+        raise ValueError(f"{path} is there already and is left unchanged: choose another directory")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _locked_directory(path)
@@ -101,7 +102,7 @@ class _LockedDirectory(NamedTuple):
 
 
 def _locked_directory(path: Path) -> _LockedDirectory:
-    """A new temporary directory beside a path. Its lock tells other processes that it is in use."""
+    """A new temporary directory next to a path. Its lock marks it as in use."""
     while True:
         directory = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
         try:

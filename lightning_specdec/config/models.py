@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_specdec.config.hub import has_model
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.settings import Settings, nearest, setting
 
@@ -38,10 +39,15 @@ class TargetSource(Settings):
     )
     target: Any = setting(
         None,
-        "pretrained target: a directory or a Hub name",
+        "pretrained target: a directory, a GGUF file or a Hub name",
         metavar="MODEL",
     )
     dtype: str | None = setting(None, "compute in this dtype; default: as stored", choices=DTYPES)
+    adapter: Any = setting(
+        None,
+        "adapter of PEFT to merge into the target: a directory or a Hub name",
+        metavar="ADAPTER",
+    )
     quantization: str | None = setting(None, "quantize the target's weights", choices=QUANTIZATIONS)
     revision: str | None = setting(None, "branch, tag or commit of the target on the Hub")
     trust_remote_code: bool = setting(
@@ -58,6 +64,7 @@ class TargetSource(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_source(self, "target")
+        check_adapter(self, "adapter")
 
         names = [name for name in ("ckpt", "pair", "target") if getattr(self, name) is not None]
         # A checkpoint may refer to a target that is stored elsewhere.
@@ -89,10 +96,16 @@ class DraftSource(Settings):
         choices=QUANTIZATIONS,
     )
     draft_revision: str | None = setting(None, "branch, tag or commit of the draft on the Hub")
+    draft_adapter: Any = setting(
+        None,
+        "adapter of PEFT to merge into the draft model: a directory or a Hub name",
+        metavar="ADAPTER",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_source(self, "draft")
+        check_adapter(self, "draft_adapter")
         if self.drafter is not None:
             choice = Choice.read(self.drafter, "drafter")
             DRAFTERS.check(choice.name)
@@ -105,6 +118,7 @@ PRETRAINED_ONLY = (
     "draft_dtype",
     "revision",
     "draft_revision",
+    "draft_adapter",
     "trust_remote_code",
 )
 """Fields that do not apply to a checkpoint, which stores these properties."""
@@ -122,6 +136,10 @@ class PairSource(DraftSource, TargetSource):
         super().__post_init__()
         if self.ckpt is None:
             return
+        if self.adapter is not None and self.target is None:
+            raise ValueError(
+                "--adapter changes a pretrained target: with --ckpt, give that target as --target"
+            )
         for name in PRETRAINED_ONLY:
             if getattr(self, name):
                 raise ValueError(
@@ -148,6 +166,15 @@ def check_source(settings: Settings, name: str) -> None:
         raise ValueError(f"{name} must be a model's name or directory, or a model, got {value!r}")
 
 
+def check_adapter(settings: Settings, name: str) -> None:
+    """Raise ValueError unless this field is text, a path (stored as text), or None."""
+    value = getattr(settings, name)
+    if isinstance(value, os.PathLike):
+        object.__setattr__(settings, name, os.fspath(value))
+    elif value is not None and not isinstance(value, str):
+        raise ValueError(f"{name} must be an adapter's directory or Hub name, got {value!r}")
+
+
 def check_directory(source: str) -> None:
     """Raise ValueError if `source` is meant as a model's directory and is not one.
 
@@ -155,7 +182,7 @@ def check_directory(source: str) -> None:
     be a Hub name.
     """
     path = Path(source).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not has_model(path):
         raise ValueError(f"{source} is not a model directory: it has no config.json")
 
     starts_like_path = source.startswith((".", "/", "~"))

@@ -1,4 +1,4 @@
-"""The registry of pairs: one YAML file `configs/pairs/NAME.yaml` for each.
+"""The registry of pairs: one YAML file `configs/pairs/NAME.yaml` for each. `sweep --save` adds one.
 
 Two directories are read: the one that ships with this package, and `configs/pairs` below the
 current directory, whose files override shipped ones of the same name.
@@ -7,14 +7,25 @@ current directory, whose files override shipped ones of the same name.
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lightning_specdec.config.decoding import MAX_TOKENS
+from lightning_specdec.config.files import replaced
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import ModelSize, peak_bytes
-from lightning_specdec.config.models import CHECKPOINTS, DTYPES, QUANTIZATIONS, PairSource
+from lightning_specdec.config.models import (
+    BACKENDS,
+    CHECKPOINTS,
+    DTYPES,
+    QUANTIZATIONS,
+    PairSource,
+)
 from lightning_specdec.config.settings import Settings, nearest, setting
 from lightning_specdec.config.yaml_text import read_yaml
 
@@ -22,6 +33,7 @@ log = logging.getLogger(__name__)
 
 OWN = Path("configs/pairs")
 """Directory of the user's pairs, relative to the current directory."""
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +46,7 @@ class PairModel(Settings):
     local: str | None = setting(None, "directory to use instead of the source if it exists")
     quantization: str | None = setting(None, "quantize its weight matrices", choices=QUANTIZATIONS)
     revision: str | None = setting(None, "branch, tag or commit on the Hub")
+    adapter: str | None = setting(None, "adapter of PEFT to merge: a directory or a Hub name")
 
     @property
     def local_copy(self) -> str | None:
@@ -65,27 +78,63 @@ class Pair(Settings):
     """
 
     description: str = setting(help="one line")
-    target: PairModel = setting(help="the model whose output is wanted")
+    target: PairModel | None = setting(None, "the model whose output is wanted")
+    ckpt: str | None = setting(None, "checkpoint that holds target and draft, instead of a target")
     drafter: Any = setting(
-        help="drafter class, by name, or with its settings as {class_path: ..., init_args: ...}"
+        None,
+        "drafter class, by name, or with its settings as {class_path: ..., init_args: ...}; "
+        "default: the kind of the draft file, or the checkpoint's own",
     )
     num_draft_tokens: int | str = setting(
         help="draft tokens per round, or auto", minimum=1, maximum=MAX_TOKENS, choices=("auto",)
     )
     draft: PairModel | None = setting(None, "the draft model, for drafters that need one")
+    draft_file: str | None = setting(
+        None,
+        "draft file or directory that was trained for the target, or the name of one of the "
+        "checkpoint's drafts. If the target names a local copy, the draft belongs to that copy: "
+        "without it, prompt lookup runs alone",
+    )
+    backend: str | None = setting(None, "backend of the target", choices=BACKENDS)
+    threads: int | None = setting(
+        None, "CPU threads; the command line sets them", minimum=1, maximum=1024
+    )
     name: str = setting("", "name of its file, without the extension")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "drafter", Choice.read(self.drafter, "drafter"))
-        DRAFTERS.check(self.drafter.name)
+        if self.target is None and self.ckpt is None:
+            raise ValueError("target is missing: name a target, or a checkpoint as ckpt")
+        if self.target is not None and self.ckpt is not None:
+            raise ValueError("target and ckpt exclude each other: the checkpoint has its target")
+        if self.drafter is not None:
+            object.__setattr__(self, "drafter", Choice.read(self.drafter, "drafter"))
+            DRAFTERS.check(self.drafter.name)
+        elif self.draft_file is None and self.ckpt is None:
+            raise ValueError("drafter is missing: name a drafter class")
 
     @property
     def models(self) -> tuple[PairModel, ...]:
-        """The target, and the draft model if the pair has one."""
-        if self.draft is None:
-            return (self.target,)
-        return (self.target, self.draft)
+        """The target, and the draft model if the pair has one; none of a checkpoint."""
+        return tuple(model for model in (self.target, self.draft) if model is not None)
+
+    @property
+    def has_trained_draft(self) -> bool:
+        """Whether `draft_file` is used: it belongs to the target's local copy, if there is one."""
+        if self.draft_file is None:
+            return False
+        if self.target is None or self.target.local is None:
+            return True
+        draft_path = Path(shipped_file(self.draft_file)).expanduser()
+        return self.target.local_copy is not None and draft_path.exists()
+
+    @property
+    def own_drafter(self) -> Choice | None:
+        """The drafter to build; None for the one that the draft is."""
+        if self.draft_file is not None and not self.has_trained_draft:
+            return Choice("NGramDrafter")
+        choice: Choice | None = self.drafter
+        return choice
 
     @property
     def needs_gpu(self) -> bool:
@@ -108,6 +157,38 @@ class Pair(Settings):
         the pair's draft model. `NGramWithFallback` is the exception: it runs prompt lookup before
         that model.
         """
+        self._announce_hub_models()
+        own_drafter = self.own_drafter
+        drafter: Choice | None = source.drafter
+        is_pairs_drafter = drafter is None or (
+            own_drafter is not None and drafter.name == own_drafter.name
+        )
+        is_lookup_first = drafter is not None and drafter.name == "NGramWithFallback"
+
+        defaults = self._target_defaults()
+        if source.draft is None and (is_pairs_drafter or is_lookup_first):
+            if is_pairs_drafter and own_drafter is not None:
+                settings = {} if drafter is None else drafter.settings
+                drafter = Choice(own_drafter.name, {**own_drafter.settings, **settings})
+            if self.draft is not None:
+                defaults.update(
+                    draft=self.draft.location,
+                    draft_dtype=source.dtype or self.draft.dtype,
+                    draft_quantization=self.draft.quantization,
+                    draft_revision=self.draft.location_revision,
+                    draft_adapter=self.draft.adapter,
+                )
+            elif self.has_trained_draft:
+                assert self.draft_file is not None
+                defaults["draft"] = shipped_file(self.draft_file)
+
+        missing = {name: value for name, value in defaults.items() if getattr(source, name) is None}
+        if source.backend == "auto" and self.backend is not None:
+            missing["backend"] = self.backend
+        return source.changed(**missing | {"pair": None, "drafter": drafter})
+
+    def _announce_hub_models(self) -> None:
+        """Warn of models that come from the Hub because their local copies are not here."""
         for model in self.models:
             if model.local is not None and model.local_copy is None:
                 log.warning(
@@ -118,30 +199,18 @@ class Pair(Settings):
                     model.local,
                     Path(model.local).name,
                 )
-        defaults: dict[str, Any] = {
+
+    def _target_defaults(self) -> dict[str, Any]:
+        """Fields of a source that name the target."""
+        if self.target is None:
+            return {"ckpt": self.ckpt}
+        return {
             "target": self.target.location,
             "dtype": self.target.dtype,
             "quantization": self.target.quantization,
             "revision": self.target.location_revision,
+            "adapter": self.target.adapter,
         }
-
-        drafter: Choice | None = source.drafter
-        is_pairs_drafter = drafter is None or drafter.name == self.drafter.name
-        is_lookup_first = drafter is not None and drafter.name == "NGramWithFallback"
-        if source.draft is None and (is_pairs_drafter or is_lookup_first):
-            if is_pairs_drafter:
-                settings = {} if drafter is None else drafter.settings
-                drafter = Choice(self.drafter.name, {**self.drafter.settings, **settings})
-            if self.draft is not None:
-                defaults.update(
-                    draft=self.draft.location,
-                    draft_dtype=source.dtype or self.draft.dtype,
-                    draft_quantization=self.draft.quantization,
-                    draft_revision=self.draft.location_revision,
-                )
-
-        missing = {name: value for name, value in defaults.items() if getattr(source, name) is None}
-        return source.changed(**missing | {"pair": None, "drafter": drafter})
 
 
 def list_pairs() -> list[Pair]:
@@ -166,8 +235,40 @@ def get_pair(name: str) -> Pair:
     return read_pair(files[name])
 
 
+def pair_path(name: str) -> Path:
+    """The file of a new pair, in the current directory.
+
+    Raises:
+        ValueError: this cannot be a pair's name, or there is a pair of that name.
+    """
+    if not re.fullmatch(_NAME, name):
+        raise ValueError(
+            f"a pair is named by letters, digits, '.', '_' and '-', got {name!r}: give another name"
+        )
+    if name in _pair_files():
+        raise ValueError(f"there is a pair {name} already: give another name")
+    return OWN / f"{name}.yaml"
+
+
+def write_pair(name: str, values: Mapping[str, Any]) -> Path:
+    """Write a new pair to the registry of the current directory; returns its file.
+
+    Args:
+        values: fields of a `Pair` as plain values.
+
+    Raises:
+        ValueError: the name or a value is wrong, or there is a pair of that name.
+        OSError: the file cannot be written.
+    """
+    path = pair_path(name)
+    Pair.from_dict({**values, "name": name})
+    with replaced(path) as file:
+        file.write(yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).encode())
+    return path
+
+
 def shipped_directory() -> Path:
-    """The registry that ships: inside an installed package, or beside it in a source tree."""
+    """The registry that ships: inside an installed package, or next to it in a source tree."""
     inside_package = Path(__file__).parents[1] / "configs" / "pairs"
     if inside_package.is_dir():
         return inside_package

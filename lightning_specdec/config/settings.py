@@ -155,7 +155,7 @@ _TYPE_DESCRIPTIONS = {
 
 
 def _describe_types(allowed_types: Iterable[Any]) -> str:
-    """Name types in words that a user knows, as "an integer or none"."""
+    """Names of types in messages, such as "an integer or none"."""
     return " or ".join(_describe_type(allowed_type) for allowed_type in allowed_types)
 
 
@@ -419,10 +419,10 @@ def parse(text: str, hint: Any) -> Any:
         ValueError: the word is no such value.
     """
     # A repeatable flag reads one item of its tuple at a time.
-    item_types = []
+    item_types: list[Any] = []
     for option in options_of(hint):
         is_tuple = typing.get_origin(option) is tuple
-        item_types.append(typing.get_args(option)[0] if is_tuple else option)
+        item_types += options_of(typing.get_args(option)[0]) if is_tuple else [option]
 
     accepts_text = str in item_types or Any in item_types
     word = text.lower()

@@ -37,7 +37,7 @@ PlainValues = dict[str, Any]
 """Constructor arguments by name: numbers, strings, lists of them."""
 
 MISSING = object()
-"""Stands for an attribute that does not exist."""
+"""Marks an attribute that does not exist."""
 
 Row = tuple[int, Any]
 """A sequence's index in its split, and its tokens."""
@@ -125,7 +125,8 @@ class Batch(NamedTuple):
         """The label of every position but the last: the next token, or `IGNORED` for padding."""
         labels = self.tokens[:, 1:]
         positions = torch.arange(1, self.tokens.shape[1], device=labels.device)
-        return labels.masked_fill(positions >= self.lengths[:, None], IGNORED)
+        is_padding = positions >= self.lengths[:, None]
+        return labels.masked_fill(is_padding, IGNORED)
 
     def prompts(self) -> list[list[int]]:
         """The prompt of every row, on the host."""
@@ -161,7 +162,9 @@ class EpochSampler(Sampler[int]):
 
     def generator(self) -> torch.Generator:
         """A new generator of this epoch's random numbers."""
-        return torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        # The large factor keeps the epochs of neighboring seeds apart.
+        epoch_seed = (self.seed * 1_000_003 + self.epoch) % 2**63
+        return torch.Generator().manual_seed(epoch_seed)
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -227,7 +230,9 @@ class TokenData(LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         self.vocab_size = require_int("vocab_size", vocab_size, 2, 2**20)
-        self.num_train = None if num_train is None else require_int("num_train", num_train, 1)
+        if num_train is not None:
+            num_train = require_int("num_train", num_train, 1)
+        self.num_train = num_train
         self.num_val = require_int("num_val", num_val, 1)
         self.num_test = require_int("num_test", num_test, 1)
         self.batch_size = require_int("batch_size", batch_size, 1)
@@ -249,12 +254,19 @@ class TokenData(LightningDataModule, ABC):
 
     def collate(self, rows: Sequence[Row]) -> Batch:
         """One batch of rows, right-padded with zeros."""
-        indices = torch.tensor([index for index, _ in rows])
-        sequences = [torch.from_numpy(np.array(tokens, np.int64)) for _, tokens in rows]
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
-        prompt_lengths = (lengths - 1).clamp(max=self.prompt_length)
-        tokens = pad_sequence(sequences, batch_first=True)
-        return Batch(tokens, lengths, prompt_lengths, indices)
+        indices = []
+        lengths = []
+        sequences = []
+        for index, tokens in rows:
+            indices.append(index)
+            lengths.append(len(tokens))
+            sequences.append(torch.from_numpy(np.array(tokens, np.int64)))
+
+        # At least one token is left to decode.
+        all_lengths = torch.tensor(lengths)
+        prompt_lengths = (all_lengths - 1).clamp(max=self.prompt_length)
+        padded_tokens = pad_sequence(sequences, batch_first=True)
+        return Batch(padded_tokens, all_lengths, prompt_lengths, torch.tensor(indices))
 
     def train_sampler(self) -> EpochSampler:
         """The order of each epoch, as indices into the rows of the training split."""
@@ -329,7 +341,8 @@ class TokenData(LightningDataModule, ABC):
                 "num_test, or give more data"
             )
 
-        order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(self.seed))
+        generator = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(num_sequences, generator=generator)
         test = order[: self.num_test]
         val = order[self.num_test : num_held_out]
         train = order[num_held_out:]

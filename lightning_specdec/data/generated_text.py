@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from lightning_specdec.data.base import (
     Row,
     TokenData,
 )
-from lightning_specdec.data.corpus import Shard, open_corpus
+from lightning_specdec.data.corpus import Shard, open_corpus, read_manifest
 from lightning_specdec.text.tokenizer import named_tokenizer
 
 BATCHES_PER_POOL = 32
@@ -47,6 +48,7 @@ class LikeLengths(EpochSampler):
         self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[int]:
+        # Rows in a random order, sorted by their lengths within each pool of many batches.
         generator = self.generator()
         order = torch.randperm(self.num_sequences, generator=generator)
         sorted_pools = []
@@ -54,12 +56,12 @@ class LikeLengths(EpochSampler):
             by_length = self.lengths[pool].argsort(stable=True)
             sorted_pools.append(pool[by_length])
 
-        batches = torch.cat(sorted_pools).split(self.batch_size)
-        # The last batch may be smaller, so it stays the last.
-        num_full = len(batches) - 1
-        for index in torch.randperm(num_full, generator=generator).tolist():
+        # Batches in a random order. The last one may be smaller, so it stays the last.
+        *batches, last_batch = torch.cat(sorted_pools).split(self.batch_size)
+        batch_order = torch.randperm(len(batches), generator=generator)
+        for index in batch_order.tolist():
             yield from batches[index].tolist()
-        yield from batches[num_full].tolist()
+        yield from last_batch.tolist()
 
 
 class GeneratedText(TokenData):
@@ -96,10 +98,11 @@ class GeneratedText(TokenData):
 
     @property
     def max_length(self) -> int:
-        return max(
-            max(self._length(location) for location in locations)
-            for locations in self._split().values()
-        )
+        longest = 0
+        for locations in self._split().values():
+            for location in locations:
+                longest = max(longest, self._length(location))
+        return longest
 
     def rows(self, split: str) -> NumberedRows:
         return NumberedRows(self._split()[split], self._read)
@@ -112,8 +115,9 @@ class GeneratedText(TokenData):
 
     def _read(self, location: RowLocation) -> tuple[Any, int]:
         """The tokens of a row, and the length of its prompt."""
-        tokens = location.shard.row(location.number)[: self.max_row_length]
-        return tokens, int(location.shard.prompt_lengths[location.number])
+        tokens = location.shard.row(location.number)
+        prompt_length = int(location.shard.prompt_lengths[location.number])
+        return tokens[: self.max_row_length], prompt_length
 
     def _length(self, location: RowLocation) -> int:
         starts = location.shard.starts
@@ -130,13 +134,14 @@ class GeneratedText(TokenData):
         if self._locations:
             return self._locations
 
-        rows_by_prompt: dict[bytes, list[RowLocation]] = {}
+        rows_by_prompt: dict[bytes, list[RowLocation]] = defaultdict(list)
         for shard in self._open_shards():
             for number, prompt_length in enumerate(shard.prompt_lengths.tolist()):
                 if prompt_length < self.max_row_length:
-                    prompt = shard.row(number)[:prompt_length].tobytes()
-                    rows_by_prompt.setdefault(prompt, []).append(RowLocation(shard, number))
+                    prompt = shard.row(number)[:prompt_length]
+                    rows_by_prompt[prompt.tobytes()].append(RowLocation(shard, number))
 
+        # Prompts are split, and all rows of a prompt go with it.
         rows_of_prompts = list(rows_by_prompt.values())
         source = f"{', '.join(self.paths)}, prompts"
         prompt_indices = self.split(len(rows_of_prompts), source)
@@ -188,6 +193,14 @@ class GeneratedText(TokenData):
         values = super().arguments()
         values.pop("prompt_length", None)
         values["max_length"] = self.max_row_length
+        # The variables of the chat template that wrote the prompts, of each directory.
+        variables = []
+        for path in self.paths:
+            prompt_arguments = read_manifest(Path(path).expanduser()).get("data", {})
+            variables.append(prompt_arguments.get("chat_template_kwargs") or {})
+        if any(variables):
+            is_same = all(entry == variables[0] for entry in variables)
+            values["chat_template_kwargs"] = variables[0] if is_same else variables
         return values
 
 

@@ -15,6 +15,7 @@ from lightning_specdec.data.base import PlainValues, plain_arguments, tell
 from lightning_specdec.data.corpus import MANIFEST, open_corpus
 from lightning_specdec.data.prompts import Prompt, read_prompts
 from lightning_specdec.data.text import find_files
+from lightning_specdec.text.datasets import dataset_source
 from lightning_specdec.text.tokenizer import TextTokenizer, Tokenizer
 
 MARKER = "marigold7204"
@@ -76,7 +77,7 @@ class PromptFiles(PromptSource):
 
     Args:
         paths: files, directories and patterns such as `prompts/**/*.jsonl`; directories that
-            `generate` wrote.
+            `generate` wrote; datasets, see `TextFiles`.
         num_prompts: number of prompts from the start to use; all if None.
         chat: whether each text becomes a user turn by the chat template. Otherwise the text is used
             unchanged.
@@ -150,10 +151,12 @@ class PromptFiles(PromptSource):
                 turns = _written_turns(Path(path), tokenizer)
                 prompts += [Prompt("", "", text=turn) for turn in turns]
                 continue
-            for file in find_files([path]):
-                if file.path.stat().st_size == 0:
-                    continue
-                prompts += [prompt for prompt in read_prompts(file.path) if prompt.text is not None]
+            if dataset_source(path) is not None:
+                files = [Path(path)]
+            else:
+                files = [file.path for file in find_files([path]) if file.path.stat().st_size > 0]
+            for file in files:
+                prompts += [prompt for prompt in read_prompts(file) if prompt.text is not None]
         return prompts[: self.num_prompts]
 
 

@@ -9,7 +9,7 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,11 @@ import numpy as np
 
 from lightning_specdec.config.checks import require_int, require_number
 from lightning_specdec.config.files import cache_home, replaced
-from lightning_specdec.data.base import SPLITS, EpochSampler, NumberedRows, TokenData
+from lightning_specdec.data.base import SPLITS, EpochSampler, NumberedRows, PlainValues, TokenData
+from lightning_specdec.text.datasets import dataset_source, read_dataset
 from lightning_specdec.text.rows import (
     CONVERSATION_FIELDS,
+    Chat,
     Row,
     decode_utf8,
     missing_field,
@@ -28,7 +30,6 @@ from lightning_specdec.text.rows import (
     read_json_rows,
 )
 from lightning_specdec.text.tokenizer import (
-    Message,
     TextTokenizer,
     Tokenizer,
     named_tokenizer,
@@ -73,10 +74,15 @@ class TrainingText(NamedTuple):
     path: Path
     num_bytes: int
     digest: str
-    content: str | list[Message] | None = None
+    content: str | Chat | None = None
 
-    def encode(self, tokenizer: Tokenizer) -> list[int]:
+    def encode(
+        self, tokenizer: Tokenizer, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """The text's tokens. A conversation is written by the tokenizer's chat template.
+
+        Args:
+            chat_template_kwargs: variables of the chat template.
 
         Raises:
             ValueError: the tokenizer has no chat template, or it does not accept the conversation.
@@ -92,8 +98,10 @@ class TrainingText(NamedTuple):
                 f"{self.path} has conversations, which need a chat template: train for a target "
                 'that was tuned for chats, or give rows with a "text"'
             )
-        whole_chat = {"add_generation_prompt": False}
-        rendered = tokenizer.render_chat(content, chat_template_kwargs=whole_chat)
+        variables = {"add_generation_prompt": False, **(chat_template_kwargs or {})}
+        if content.tools:
+            variables["tools"] = content.tools
+        rendered = tokenizer.render_chat(content.messages, chat_template_kwargs=variables)
         return tokenizer.encode_rendered(rendered)
 
 
@@ -123,34 +131,56 @@ def find_files(paths: Sequence[str] | None) -> list[NamedFile]:
 
 
 def find_texts(paths: Sequence[str] | None) -> list[TrainingText]:
-    """The distinct texts of a source: files, and the rows of JSON files.
+    """The distinct texts of a source: files, and the rows of JSON files and datasets.
 
     Args:
-        paths: as for `find_files`.
+        paths: as for `find_files`; or datasets, see `dataset_source`.
 
     Raises:
         FileNotFoundError: a path does not exist, or a pattern matches no file.
         ValueError: a file is not in UTF-8, or a row of a JSON file has no text.
     """
-    named_paths = {Path(path).expanduser().resolve() for path in paths or []}
     distinct_texts: dict[str, TrainingText] = {}
-    for file in find_files(paths):
-        text = decode_utf8(file.path.read_bytes(), file.path)
-        rows = read_json_rows(text, file.path)
-        # A .json file in a directory of sources may hold any data: it is text as it stands.
-        is_data = (
-            file.path.suffix.lower() == ".json"
-            and file.path.resolve() not in named_paths
-            and not any(_has_text(row) for row in rows or [])
-        )
-        if rows is None or is_data:
-            texts = [_whole_file(file, text)]
-        else:
-            texts = [_text_of_row(row, file) for row in rows]
-        for training_text in texts:
-            if training_text.num_bytes > 0:
-                distinct_texts.setdefault(training_text.digest, training_text)
+    file_paths = []
+    for path in paths or []:
+        dataset = dataset_source(path)
+        if dataset is None:
+            file_paths.append(path)
+            continue
+        location = NamedFile(Path(dataset.name).name, Path(dataset.name))
+        for row in read_dataset(dataset):
+            _add(_text_of_row(row, location), distinct_texts)
+
+    if paths is None or file_paths:
+        named_paths = {Path(path).expanduser().resolve() for path in file_paths}
+        for file in find_files(file_paths or None):
+            is_named = file.path.resolve() in named_paths
+            for training_text in _texts_of_file(file, is_named=is_named):
+                _add(training_text, distinct_texts)
     return list(distinct_texts.values())
+
+
+def _texts_of_file(file: NamedFile, *, is_named: bool) -> list[TrainingText]:
+    """The texts of one file.
+
+    Args:
+        is_named: whether the user named this file, and not a directory that contains it.
+    """
+    text = decode_utf8(file.path.read_bytes(), file.path)
+    rows = read_json_rows(text, file.path)
+    if rows is None:
+        return [_whole_file(file, text)]
+    # A .json file in a directory of sources may hold any data: it is text as it stands.
+    is_json = file.path.suffix.lower() == ".json"
+    if is_json and not is_named and not any(_has_text(row) for row in rows):
+        return [_whole_file(file, text)]
+    return [_text_of_row(row, file) for row in rows]
+
+
+def _add(text: TrainingText, distinct_texts: dict[str, TrainingText]) -> None:
+    """Add a text that is not empty and not there already."""
+    if text.num_bytes > 0:
+        distinct_texts.setdefault(text.digest, text)
 
 
 def _match_files(pattern: str, skipped: frozenset[str]) -> list[NamedFile]:
@@ -194,8 +224,9 @@ def _text_of_row(row: Row, file: NamedFile) -> TrainingText:
         digest = hashlib.sha256(content.encode()).hexdigest()
     else:
         # What the chat template adds is not counted.
-        num_bytes = sum(len((message["content"] or "").encode()) for message in content)
-        digest = hashlib.sha256(repr(content).encode()).hexdigest()
+        num_bytes = sum(len((message["content"] or "").encode()) for message in content.messages)
+        values: Any = content if content.tools else content.messages
+        digest = hashlib.sha256(repr(values).encode()).hexdigest()
     key = hashlib.sha256(os.fsencode(f"{file.name}#{row.number}")).hexdigest()
     return TrainingText(key, file.path, num_bytes, digest, content)
 
@@ -206,7 +237,7 @@ def _has_text(row: Row) -> bool:
     return isinstance(row.value, dict) and any(field in row.value for field in fields)
 
 
-def _content_of_row(row: Row) -> str | list[Message]:
+def _content_of_row(row: Row) -> str | Chat:
     if isinstance(row.value, str):
         return valid_text(row.value)
     if not isinstance(row.value, dict):
@@ -216,9 +247,9 @@ def _content_of_row(row: Row) -> str | list[Message]:
     for text in texts:
         if text:
             return valid_text(text)
-    messages = read_conversation(row.value, row.where)
-    if messages:
-        return messages
+    chat = read_conversation(row.value, row.where)
+    if chat is not None:
+        return chat
     if texts:
         return ""
     known_fields = "text, content, messages or conversations to be trained on"
@@ -265,32 +296,47 @@ class TokenStore:
         texts: in the order in which they are read.
         tokenizer: what encodes them.
         home: the directory that keeps the tokens.
+        chat_template_kwargs: variables of the chat template that writes conversations.
 
     Attributes:
         tokens: all tokens, memory-mapped.
         num_bytes: size of the texts.
     """
 
-    def __init__(self, texts: Sequence[TrainingText], tokenizer: Tokenizer, home: Path) -> None:
+    def __init__(
+        self,
+        texts: Sequence[TrainingText],
+        tokenizer: Tokenizer,
+        home: Path,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.num_bytes = sum(text.num_bytes for text in texts)
         dtype = np.min_scalar_type(len(tokenizer.vocabulary) - 1)
-        path = home / f"tokens-{self._key(texts, tokenizer, dtype)}.npy"
+        variables = dict(chat_template_kwargs or {})
+        path = home / f"tokens-{self._key(texts, tokenizer, dtype, variables)}.npy"
         try:
             self.tokens: np.ndarray = np.load(path, mmap_mode="r")
         except (FileNotFoundError, ValueError, EOFError):
             # The file has not been written yet, or is damaged.
-            arrays = [np.array(text.encode(tokenizer), dtype) for text in texts]
+            arrays = [np.array(text.encode(tokenizer, variables), dtype) for text in texts]
             with replaced(path) as file:
                 np.save(file, np.concatenate(arrays))
             self.tokens = np.load(path, mmap_mode="r")
 
     @staticmethod
-    def _key(texts: Sequence[TrainingText], tokenizer: Tokenizer, dtype: np.dtype) -> str:
+    def _key(
+        texts: Sequence[TrainingText],
+        tokenizer: Tokenizer,
+        dtype: np.dtype,
+        variables: Mapping[str, Any],
+    ) -> str:
         """A hash of all that the tokens depend on."""
         digests = [text.digest for text in texts]
         values: tuple[Any, ...] = (tokenizer.fingerprint, dtype.name, digests)
-        if any(isinstance(text.content, list) for text in texts):
+        if any(isinstance(text.content, Chat) for text in texts):
             values = (*values, tokenizer.chat_fingerprint)
+            if variables:
+                values = (*values, variables)
         return hashlib.sha256(repr(values).encode()).hexdigest()[:24]
 
 
@@ -301,7 +347,9 @@ class TextFiles(TokenData):
     test have the same windows each time, from texts that training never sees.
 
     Rows of .jsonl files, and of .json files that are lists of objects, are separate texts: "text"
-    or "content", or "messages" or "conversations", which the tokenizer's chat template writes.
+    or "content", or "messages" or "conversations", which the tokenizer's chat template writes
+    together with the row's "system" and "tools". So are the rows of datasets: a directory that
+    `save_to_disk` of Hugging Face's `datasets` wrote, a .parquet file, or `HUB_NAME#COLUMN`.
 
     Args:
         paths: files, directories (all files below them except hidden ones) and patterns such as
@@ -315,6 +363,8 @@ class TextFiles(TokenData):
         held_out: share of the bytes to hold out for validation, and again for test, in whole texts.
         cache_dir: the directory that keeps the tokens; `~/.cache/lightning_specdec` if None. Its
             files can be deleted at any time.
+        chat_template_kwargs: variables of the chat template that writes conversations, such as
+            `{"enable_thinking": False}`.
         options: arguments of `TokenData`, with numbers of windows. Splits have fewer if the text
             has no more.
     """
@@ -331,6 +381,7 @@ class TextFiles(TokenData):
         prompt_length: int = 64,
         held_out: float = 0.05,
         cache_dir: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(vocab_size, prompt_length=prompt_length, **options)
@@ -339,6 +390,13 @@ class TextFiles(TokenData):
         self.length = require_int("length", length, 2)
         self.held_out = require_number("held_out", held_out, low=0.0, high=0.4, low_open=True)
         self.cache_dir = cache_dir
+        self.template_variables: Mapping[str, Any] = chat_template_kwargs or {}
+
+    def arguments(self) -> PlainValues:
+        values = super().arguments()
+        if self.template_variables:
+            values["chat_template_kwargs"] = dict(self.template_variables)
+        return values
 
     @property
     def max_length(self) -> int:
@@ -361,7 +419,7 @@ class TextFiles(TokenData):
         stores = {}
         split_texts = hold_out(find_texts(self.paths), self.held_out)
         for split, texts in zip(SPLITS, split_texts, strict=True):
-            stores[split] = TokenStore(texts, tokenizer, home)
+            stores[split] = TokenStore(texts, tokenizer, home, self.template_variables)
 
         sizes = {split: len(store.tokens) for split, store in stores.items()}
         if min(sizes.values()) < self.length:

@@ -14,10 +14,10 @@ from lightning_specdec.decoding.recorded import make_executor
 from lightning_specdec.decoding.requests import (
     Prompts,
     Request,
+    batch_size_for,
     check_batch,
     check_eos,
     mark_failed,
-    power_of_two,
     stops_of,
 )
 from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
@@ -62,30 +62,33 @@ def autoregressive_decode(
         ValueError: a setting or a prompt is wrong.
         DecodeInterrupted: on Ctrl-C; its `result` holds the tokens so far.
     """
-    config = DecodingConfig.of(config, **changes)
-    texts = check_batch(prompts, target, config, indices=indices)
-    decoding = _StandardDecoding(target, texts, config)
-    timer = decoding.timer
+    decoding = open_standard(target, prompts, config, indices=indices, **changes)
     try:
-        logits = decoding.read_prompts()
-        while True:
-            timer.lap("verify")
-            next_tokens, reported = decoding.draw(logits)
-            read_tokens = decoding.executor.begin_read(reported)
-            early_logits = decoding.read_early(next_tokens)
-            decoding.commit(read_tokens())
-            if decoding.num_live == 0:
-                break
-            next_tokens, early_logits = decoding.shrink(next_tokens, early_logits)
-            timer.lap("rest")
-            logits = decoding.read(next_tokens) if early_logits is None else early_logits
+        while decoding.step():
+            pass
     except KeyboardInterrupt:
         raise DecodeInterrupted(decoding.result()) from None
-    timer.lap("rest")
     return decoding.result()
 
 
-class _StandardDecoding:
+def open_standard(
+    target: LanguageModel,
+    prompts: Prompts,
+    config: DecodingConfig | None = None,
+    *,
+    indices: Sequence[int] | None = None,
+    **changes: Any,
+) -> StandardDecoding:
+    """Standard decoding of these prompts, ready for its first step.
+
+    Arguments and errors are those of `autoregressive_decode`.
+    """
+    config = DecodingConfig.of(config, **changes)
+    texts = check_batch(prompts, target, config, indices=indices)
+    return StandardDecoding(target, texts, config)
+
+
+class StandardDecoding:
     """A batch that is decoded token by token.
 
     Args:
@@ -115,13 +118,38 @@ class _StandardDecoding:
             for index, text in texts
         ]
         self.batch_rows = self.rows
-        """Rows that are still decoded, and ended ones that fill the batch up to a power of two."""
+        """Rows that are still decoded, and ended ones that fill up the batch."""
         # The call must not refer to this batch: what is recorded outlives it.
         self._draw_call = partial(_draw, self.sampling, target.vocab_size)
         self._draw_key = "choose", self.sampling
         self.timer = PhaseTimer(self.device)
         self.num_calls = 0
         self.num_live = len(self.rows)
+        self._next_tokens: Tensor | None = None
+        self._early_logits: Tensor | None = None
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Generate the next token of each live row. Returns whether a row is still live."""
+        if self.num_live == 0:
+            return False
+        logits = self._early_logits
+        if self._next_tokens is None:
+            logits = self.read_prompts()
+        elif logits is None:
+            logits = self.read(self._next_tokens)
+        self.timer.lap("verify")
+
+        next_tokens, reported = self.draw(logits)
+        read_tokens = self.executor.begin_read(reported)
+        early_logits = self.read_early(next_tokens)
+        self.commit(read_tokens())
+        if self.num_live:
+            next_tokens, early_logits = self.shrink(next_tokens, early_logits)
+        self._next_tokens = next_tokens
+        self._early_logits = early_logits
+        self.timer.lap("rest")
+        return self.num_live > 0
 
     def read_prompts(self) -> Float[Tensor, "B V"]:
         """Read all prompts in one call. Returns the logits after their last tokens."""
@@ -196,7 +224,7 @@ class _StandardDecoding:
         assert next_tokens is not None
         assert reported is not None
         if self.config.logprobs:
-            # float64 holds the tokens beside them exactly, so the host reads once.
+            # float64 represents token ids exactly, so the host reads one tensor.
             logprobs = Sampling.log_probs(logits, next_tokens)
             reported = torch.stack((reported.double(), logprobs.double()))
         return next_tokens, reported
@@ -226,18 +254,20 @@ class _StandardDecoding:
     def shrink(
         self, next_tokens: Int[Tensor, "B"], early_logits: Float[Tensor, "B V"] | None
     ) -> tuple[Int[Tensor, "_"], Float[Tensor, "_ V"] | None]:
-        """Drop ended rows if the live ones fit into a smaller power of two.
+        """Drop ended rows if the live ones fit into a smaller batch.
 
         Returns the arguments of those that stay.
         """
-        size = power_of_two(self.num_live)
+        size = batch_size_for(self.num_live, self.state)
         if size < len(self.batch_rows):
             live_slots = [slot for slot, row in enumerate(self.batch_rows) if row.live]
             ended_slots = [slot for slot, row in enumerate(self.batch_rows) if not row.live]
-            slots = live_slots + ended_slots[: size - self.num_live]
-            index = torch.tensor(slots, device=self.device)
+            num_ended = size - self.num_live
+            slots = live_slots + ended_slots[:num_ended]
             self.state.select(slots)
             self.batch_rows = [self.batch_rows[slot] for slot in slots]
+
+            index = torch.tensor(slots, device=self.device)
             next_tokens = next_tokens[index]
             if self.noise is not None:
                 self.noise = self.noise[index]

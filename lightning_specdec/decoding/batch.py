@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.decoding.recorded import make_executor
-from lightning_specdec.decoding.requests import Request, power_of_two
+from lightning_specdec.decoding.requests import Request, batch_size_for
 from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.drafters import Drafter, TargetContext
 from lightning_specdec.drafters.user_drafts import check_state
@@ -25,7 +25,7 @@ EMPTY = -1
 
 
 class Batch:
-    """Rows that come and go. The batch grows and shrinks to powers of two.
+    """Rows that come and go. The batch grows and shrinks to the sizes of `batch_size_for`.
 
     A row keeps its slot, which is its index in the batch, while the batch keeps its size. An empty
     slot has a row that has ended: it takes part in every call, and its tokens are dropped.
@@ -67,8 +67,10 @@ class Batch:
         self.seed = seed
         self.noise: Float[Tensor, "B S 3"] | None = None
         if seed is not None:
-            # Recorded calls find noise of few shapes, so that few are recorded.
-            num_positions = next_span(num_slots) if self.executor.is_recorded else num_slots
+            num_positions = num_slots
+            if self.executor.is_recorded:
+                # Recorded calls find noise of few shapes, so that few are recorded.
+                num_positions = next_span(num_slots)
             shape = (batch_size, num_positions, len(Purpose))
             self.noise = self.executor.buffer("noise", shape, torch.float64)
             self.noise.zero_()
@@ -78,9 +80,10 @@ class Batch:
         self.rows[slot] = row
         if self.noise is not None:
             assert self.seed is not None
-            table = noise_table(self.seed, row.index, row.num_drawn + row.remaining)
-            table = table[row.num_drawn :]
-            self.noise[slot, : len(table)] = table.to(self.device)
+            num_positions = row.num_drawn + row.remaining
+            table = noise_table(self.seed, row.index, num_positions)
+            unused = table[row.num_drawn :]
+            self.noise[slot, : len(unused)] = unused.to(self.device)
 
     def free_slot(self) -> int:
         """An empty slot for a row. The batch grows if there is none."""
@@ -91,10 +94,11 @@ class Batch:
                     self.draft_state.clear([slot])
                 return slot
 
-        slot = len(self.rows)
-        num_new_slots = power_of_two(slot + 1) - slot
-        self._select([*range(slot), *[EMPTY] * num_new_slots])
-        return slot
+        first_new_slot = len(self.rows)
+        num_new_slots = batch_size_for(first_new_slot + 1, self.target_state) - first_new_slot
+        new_slots = [EMPTY] * num_new_slots
+        self._select([*range(first_new_slot), *new_slots])
+        return first_new_slot
 
     def resume(self, row: Request, length: int) -> int | None:
         """Truncate an ended row to a length, from which another prompt continues.
@@ -126,14 +130,22 @@ class Batch:
             The tokens of each text that the target has not read, at least the last one.
         """
         state = self.target_state
-        texts = [row.text for row in self.rows]
-        last_positions = [len(text) - 1 for text in texts]
-        starts = list(map(min, state.consumed, last_positions))
+        starts = []
+        unread = []
+        for row, num_read in zip(self.rows, state.consumed, strict=True):
+            last_position = len(row.text) - 1
+            start = min(num_read, last_position)
+            starts.append(start)
+            unread.append(row.text[start:])
 
-        uploaded = self.executor.last_positions if starts == last_positions else None
+        uploaded = None
+        has_one_token_each = all(len(tokens) == 1 for tokens in unread)
+        if has_one_token_each:
+            # Each row starts at its last position, which the device may know already.
+            uploaded = self.executor.last_positions
         state.truncate(starts, uploaded)
         state.commit(starts)
-        return [text[start:] for start, text in zip(starts, texts, strict=True)]
+        return unread
 
     def next_noise(self, num_positions: int) -> Float[Tensor, "B N 3"] | None:
         """Each row's uniform numbers for N positions; None if nothing is drawn at random."""
@@ -142,13 +154,22 @@ class Batch:
         return self.executor.next_noise(self.noise, self.rows, num_positions)
 
     def shrink(self) -> None:
-        """Drop ended rows if the live ones fit into a smaller power of two."""
+        """Drop ended rows if the live ones fit into a smaller batch."""
         if self.executor.has_pipelined_round:
-            return  # the device runs the next round of these rows already
-        live_slots = [slot for slot, row in enumerate(self.rows) if row.live]
-        size = power_of_two(len(live_slots))
+            # The device runs the next round of these rows already.
+            return
+
+        live_slots = []
+        ended_slots = []
+        for slot, row in enumerate(self.rows):
+            if row.live:
+                live_slots.append(slot)
+            else:
+                ended_slots.append(slot)
+
+        size = batch_size_for(len(live_slots), self.target_state)
         if size < len(self.rows):
-            ended_slots = [slot for slot, row in enumerate(self.rows) if not row.live]
+            # Ended rows fill up the batch.
             num_ended = size - len(live_slots)
             self._select(live_slots + ended_slots[:num_ended])
 
@@ -157,8 +178,9 @@ class Batch:
         self.target_state.select(sources)
         self.draft_state.select(sources)
         if self.noise is not None:
-            source_slots = torch.tensor(sources, device=self.device).clamp(min=0)
-            noise = self.noise[source_slots]
+            # An empty slot gets noise when a row enters it.
+            source_slots = [max(source, 0) for source in sources]
+            noise = self.noise[torch.tensor(source_slots, device=self.device)]
             buffer = self.executor.buffer("noise", tuple(noise.shape), noise.dtype)
             self.noise = buffer.copy_(noise)
         self.rows = [_empty_row() if source == EMPTY else self.rows[source] for source in sources]

@@ -116,23 +116,17 @@ def calibrate(
         windows: draft tokens of the rounds; no more are measured than the drafter makes.
         seconds: how long to measure, if `FEWEST_PASSES` fit.
     """
-    measured_drafter = drafter
-    if isinstance(drafter, NGramWithFallback):
-        measured_drafter = drafter.fallback
-    if measured_drafter.free == "min_confidence":
-        # A draft that ends early would hide what its tokens cost.
-        measured_drafter = measured_drafter.at(0.0)
+    measured_drafter = _drafter_to_measure(drafter)
 
     # The first rounds of a window are not counted: a call of another width than before costs more,
     # and recorded rounds are pipelined from the third on.
     is_recorded = target.init_state(1, 2).graphs is not None
-    warmup_rounds, counted_rounds = (2, 4) if is_recorded else (1, 1)
+    warmup_rounds = 2 if is_recorded else 1
+    counted_rounds = 4 if is_recorded else 1
     rounds_per_window = warmup_rounds + counted_rounds
 
     max_length = _shortest_context(target, drafter)
-    max_draft_tokens = measured_drafter.max_draft_tokens or max(windows)
-    windows = sorted({min(window, max_draft_tokens) for window in windows})
-    windows = _windows_that_fit(windows, rounds_per_window, max_length)
+    windows = _possible_windows(windows, measured_drafter, rounds_per_window, max_length)
     num_new = _num_new_tokens(windows, rounds_per_window)
     length = max(2, min(context_length, max_length - num_new))
     text = [i % PERIOD % target.vocab_size for i in range(length)]
@@ -162,14 +156,28 @@ def calibrate(
         while len(passes) <= FEWEST_PASSES or (
             len(passes) <= MOST_PASSES and session.timer.elapsed() < seconds
         ):
+            # Each pass begins with new rows, so that all passes are over the same lengths.
             rows = [session.add(text) for _ in range(batch_size)]
-            passes.append(
-                _measure(session, measured_window, windows, warmup_rounds, counted_rounds, activity)
+            one_pass = _measure(
+                session, measured_window, windows, warmup_rounds, counted_rounds, activity
             )
+            passes.append(one_pass)
             for row in rows:
                 session.cancel(row)
                 session.release(row)
-    return _costs(passes[1:], windows, length, inside_target=measured_drafter.inside_target)
+
+    counted_passes = passes[1:]
+    return _costs(counted_passes, windows, length, inside_target=measured_drafter.inside_target)
+
+
+def _drafter_to_measure(drafter: Drafter) -> Drafter:
+    """The drafter that is called in a round that costs most."""
+    if isinstance(drafter, NGramWithFallback):
+        drafter = drafter.fallback
+    if drafter.free == "min_confidence":
+        # A draft that ends early would hide what its tokens cost.
+        drafter = drafter.at(0.0)
+    return drafter
 
 
 def _shortest_context(target: LanguageModel, drafter: Drafter) -> int:
@@ -181,13 +189,17 @@ def _shortest_context(target: LanguageModel, drafter: Drafter) -> int:
     return min(limits)
 
 
-def _windows_that_fit(
-    windows: Sequence[int], rounds_per_window: int, max_length: int
+def _possible_windows(
+    windows: Sequence[int], drafter: Drafter, rounds_per_window: int, max_length: int
 ) -> Sequence[int]:
-    """The windows without the largest, so that a pass fits into the context; at least one."""
-    while len(windows) > 1 and _num_new_tokens(windows, rounds_per_window) + 2 > max_length:
-        windows = windows[:-1]
-    return windows
+    """The windows that the drafter can fill and that fit into the context; at least one."""
+    max_draft_tokens = drafter.max_draft_tokens or max(windows)
+    possible = sorted({min(window, max_draft_tokens) for window in windows})
+
+    # Without the largest ones, a pass adds fewer tokens to its text of at least two.
+    while len(possible) > 1 and _num_new_tokens(possible, rounds_per_window) + 2 > max_length:
+        possible = possible[:-1]
+    return possible
 
 
 def _num_new_tokens(windows: Sequence[int], rounds_per_window: int) -> int:
@@ -263,36 +275,44 @@ def _costs(
     """
 
     def median_seconds(window: int, *phases: str) -> float:
-        return _median_seconds([one_pass.window_rounds[window] for one_pass in passes], phases)
+        rounds = [one_pass.window_rounds[window] for one_pass in passes]
+        return _median_seconds(rounds, phases)
 
+    # The seconds of a draft are a line over its tokens. If one window was measured, the line begins
+    # at no tokens in no time.
     draft_seconds = [median_seconds(window, "draft") for window in windows]
     if len(windows) > 1:
-        step, fixed = linear_regression(windows, draft_seconds)
+        step_seconds, fixed_seconds = linear_regression(windows, draft_seconds)
     else:
-        step, fixed = linear_regression([0, *windows], [0.0, *draft_seconds])
+        step_seconds, fixed_seconds = linear_regression([0, *windows], [0.0, *draft_seconds])
 
     # Two rounds of the same window, with and without the prompt, differ by the time to read it.
     reading_phases = ("verify", "draft") if inside_target else ("verify",)
-    with_prompt = _median_seconds([one_pass.prompt_round for one_pass in passes], reading_phases)
+    prompt_rounds = [one_pass.prompt_round for one_pass in passes]
+    with_prompt = _median_seconds(prompt_rounds, reading_phases)
     without_prompt = median_seconds(windows[0], *reading_phases)
     prompt_seconds = max(0.0, with_prompt - without_prompt)
 
-    measured = (0, *windows)
-    target_seconds = [median_seconds(window, "verify") for window in measured]
-    loop_seconds = [median_seconds(window, "accept", "rest") for window in measured]
+    measured_windows = (0, *windows)
+    target_seconds = [median_seconds(window, "verify") for window in measured_windows]
+    loop_seconds = [median_seconds(window, "accept", "rest") for window in measured_windows]
     return Calibration(
-        widths=tuple(window + 1 for window in measured),
-        target_seconds=tuple(accumulate(target_seconds, max)),  # a wider call is not cheaper
+        widths=tuple(window + 1 for window in measured_windows),
+        # A wider call is not cheaper.
+        target_seconds=tuple(accumulate(target_seconds, max)),
         loop_seconds=tuple(loop_seconds),
-        draft_seconds=max(0.0, fixed),
-        draft_step_seconds=max(0.0, step),
+        draft_seconds=max(0.0, fixed_seconds),
+        draft_step_seconds=max(0.0, step_seconds),
         target_token_seconds=prompt_seconds / (length - 1),
     )
 
 
 def _median_seconds(rounds: Sequence[PhaseSeconds], phases: Sequence[str]) -> float:
     """The median of the time that rounds spend in these phases."""
-    return median(sum(seconds[phase] for phase in phases) for seconds in rounds)
+    round_seconds = []
+    for seconds in rounds:
+        round_seconds.append(sum(seconds[phase] for phase in phases))
+    return median(round_seconds)
 
 
 def load_or_measure(
@@ -337,7 +357,7 @@ def _cache_path(
     if target.backend == "openvino":
         openvino = metadata.version("openvino")
 
-    settings = batch_size, type(make_rule(config.rule)), config.sampling
+    settings = (batch_size, type(make_rule(config.rule)), config.sampling)
     machine = (
         FORMAT,
         __version__,
@@ -363,6 +383,7 @@ def fingerprint(module: torch.nn.Module) -> str:
 
     weights = []
     for tensor in (*module.parameters(), *module.buffers()):
-        kinds = type(tensor).__name__, type(tensor.data).__name__
-        weights.append((tuple(tensor.shape), tensor.dtype, *kinds))
+        class_name = type(tensor).__name__
+        data_class_name = type(tensor.data).__name__
+        weights.append((tuple(tensor.shape), tensor.dtype, class_name, data_class_name))
     return hashlib.sha256(repr((parts, weights)).encode()).hexdigest()

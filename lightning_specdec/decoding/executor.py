@@ -130,7 +130,8 @@ class PlainExecutor(Executor):
     ) -> Float[Tensor, "B N 3"]:
         num_generated = [row.num_new for row in rows]
         start = min(num_generated)
-        if start == max(num_generated):
+        all_rows_are_even = start == max(num_generated)
+        if all_rows_are_even:
             return noise[:, start : start + num_positions]
         starts = torch.tensor(num_generated, device=self.device)
         return gather_noise(noise, starts, num_positions)
@@ -162,7 +163,9 @@ def gather_noise(
     noise: Float[Tensor, "B S 3"], starts: Int[Tensor, "B"], num_positions: int
 ) -> Float[Tensor, "B N 3"]:
     """The uniform numbers of N positions from `starts` on; the last one is repeated."""
-    offsets = torch.arange(num_positions, device=noise.device)[:, None]
-    positions = starts[:, None, None] + offsets
-    positions = positions.clamp(max=noise.shape[1] - 1)
-    return noise.gather(1, positions.expand(-1, -1, noise.shape[2]))
+    _, num_slots, num_purposes = noise.shape
+    offsets = torch.arange(num_positions, device=noise.device)
+    positions = starts[:, None] + offsets
+    positions = positions.clamp(max=num_slots - 1)
+    index = positions[..., None].expand(-1, -1, num_purposes)
+    return noise.gather(1, index)

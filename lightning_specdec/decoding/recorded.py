@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_specdec.decoding.executor import Executor, PlainExecutor, gather_noise
 from lightning_specdec.decoding.requests import Request, power_of_two
 from lightning_specdec.decoding.timing import PhaseTimer
-from lightning_specdec.decoding.windows import Plan
+from lightning_specdec.decoding.windows import Plan, window_of
 from lightning_specdec.drafters import Draft, Drafter, DraftState
 from lightning_specdec.drafters.base import RoundInputs, is_pipelined, tail_of
 from lightning_specdec.models import DecodeState
@@ -46,7 +46,7 @@ def make_executor(
 
 
 class RecordedExecutor(Executor):
-    """Records calls beside those of the target, and launches the next round early.
+    """Records calls in addition to the target's, and launches the next round early.
 
     Args:
         target_state: the state whose buffers recorded calls use. It changes its recordings when
@@ -100,7 +100,7 @@ class RecordedExecutor(Executor):
         if is_running:
             assert self._next_num_draft_tokens is not None
             num_draft_tokens = self._next_num_draft_tokens
-            windows = [_window(row, num_draft_tokens) for row in rows]
+            windows = [window_of(row, num_draft_tokens) for row in rows]
         else:
             windows = plan.windows(rows)
             num_draft_tokens = max(windows)
@@ -127,7 +127,9 @@ class RecordedExecutor(Executor):
             on_gpu = self.device.type == "cuda"
             self._host_inputs = torch.empty(shape, dtype=torch.long, pin_memory=on_gpu)
 
-        integers = [_integers(row, window) for row, window in zip(rows, windows, strict=True)]
+        integers = []
+        for row, window in zip(rows, windows, strict=True):
+            integers.append(_integers(row, window))
         # The last round was read after its copy from this memory, so the memory is free again.
         self._host_inputs.copy_(torch.tensor(integers))
         self.inputs.values.copy_(self._host_inputs, non_blocking=True)
@@ -161,9 +163,9 @@ class RecordedExecutor(Executor):
     def run_into(
         self, name: str, key: Hashable, call: Callable[..., Outputs], *tensors: Tensor | None
     ) -> Outputs:
-        batch_size = next(len(tensor) for tensor in tensors if tensor is not None)
         # Whatever made the tokens, the call that reads them finds them here, so that it is
         # recorded once.
+        batch_size = next(len(tensor) for tensor in tensors if tensor is not None)
         buffer = self.graphs.buffer(name, (batch_size,), torch.long)
 
         def call_into(buffer: Tensor, *tensors: Tensor | None) -> Outputs:
@@ -219,10 +221,13 @@ class RecordedExecutor(Executor):
         assert self._plan is not None
         if not self._pipelined or self._plan.shared_window != self.num_draft_tokens:
             return False
-        live = [row for row in self._rows if row.live]
-        if power_of_two(len(live)) < len(self._rows):
-            return False  # the batch shrinks first
-        return any(row.remaining > self.num_draft_tokens + 1 for row in live)
+        live_rows = [row for row in self._rows if row.live]
+        shrinks_first = power_of_two(len(live_rows)) < len(self._rows)
+        if shrinks_first:
+            return False
+        # Some row goes on, even if all of its draft tokens are accepted.
+        most_added = self.num_draft_tokens + 1
+        return any(row.remaining > most_added for row in live_rows)
 
     def _launch_next_round(self, outcome: Tensor) -> None:
         """Launch the calls of the next round, before the host knows how this one ended."""
@@ -262,13 +267,6 @@ class RecordedExecutor(Executor):
         self._host_inputs = None
 
 
-def _window(row: Request, num_draft_tokens: int) -> int:
-    """Draft tokens that a row requests of a full window."""
-    if not row.live:
-        return 0
-    return min(num_draft_tokens, row.remaining - 1)
-
-
 def _integers(row: Request, window: int) -> list[int]:
     """The columns of `RoundInputs` for one row."""
     last_position = len(row.text) - 1
@@ -296,23 +294,27 @@ def next_inputs(
         outcome: columns of `Verification.judge`.
         num_draft_tokens: K of both rounds.
     """
-    columns = outcome[:, : 3 * num_draft_tokens + 1].long()
-    sizes = (num_draft_tokens, num_draft_tokens + 1, num_draft_tokens)
+    num_endings = num_draft_tokens + 1
+    sizes = (num_draft_tokens, num_endings, num_draft_tokens)
+    columns = outcome[:, : sum(sizes)].long()
     accepted, endings, draft_tokens = columns.split(sizes, dim=1)
     num_accepted = accepted.cumprod(1).sum(1, keepdim=True)
 
-    # The token that ends the round, and the one before it: an accepted draft token, or the text's
-    # last token.
+    # The last two tokens of the next text: the token that ends the round, and before it an accepted
+    # draft token or the text's last token. One gather reads both.
     last_tokens = values[:, 1:2]
     tokens = torch.cat((endings, last_tokens, draft_tokens), dim=1)
-    offsets = torch.arange(num_draft_tokens + 1, -1, -num_draft_tokens - 1, device=values.device)
-    last_two_tokens = tokens.gather(1, num_accepted + offsets).clamp(max=vocab_size - 1)
+    # (num_endings, 0), computed on the device, because a copy from the host cannot be recorded.
+    offsets = num_endings * torch.arange(1, -1, -1, device=values.device)
+    last_two_tokens = tokens.gather(1, num_accepted + offsets)
+    last_two_tokens = last_two_tokens.clamp(max=vocab_size - 1)
 
     # Both the last position and the number of generated tokens grow by the tokens of the round.
     num_added = num_accepted + 1
-    draft_limits = values[:, 6:]
     positions_and_counts = values[:, 2:4] + num_added
-    windows = (draft_limits - positions_and_counts[:, :1]).clamp(0, num_draft_tokens)
+    last_positions = positions_and_counts[:, :1]
+    draft_limits = values[:, 6:]
+    windows = (draft_limits - last_positions).clamp(0, num_draft_tokens)
     return torch.cat(
         (last_two_tokens, positions_and_counts, num_added, windows, draft_limits), dim=1
     )

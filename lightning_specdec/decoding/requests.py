@@ -14,7 +14,7 @@ from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding.results import Counts, Round, RowResult
 from lightning_specdec.decoding.stopping import StopSearch, StopStrings
 from lightning_specdec.drafters import Drafter
-from lightning_specdec.models import LanguageModel
+from lightning_specdec.models import DecodeState, LanguageModel
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -266,7 +266,12 @@ def check_prompt(prompt: Sequence[Any], vocab_size: int, name: str) -> None:
 
 
 def check_padding(rows: Sequence[Sequence[int]], pad: int | None) -> None:
-    """Raise ValueError if some rows begin or end with the pad token and others do not."""
+    """Raise ValueError if some rows begin or end with the pad token and others do not.
+
+    Rows of different lengths are not padded: they begin with a BOS that is also the pad token.
+    """
+    if len({len(row) for row in rows}) > 1:
+        return
     for end in (0, -1):
         padded = [bool(row) and row[end] == pad for row in rows]
         if any(padded) and not all(padded):
@@ -309,12 +314,15 @@ def check_context(
     target: LanguageModel,
     drafter: Drafter | None = None,
 ) -> None:
-    """Raise ValueError for a text that exceeds the context of the target or of the draft."""
+    """Raise ValueError for a text that exceeds the context of the target or of the draft.
+
+    No model reads the last new token, so it needs no position.
+    """
     limits = {"target": target.max_positions}
     if drafter is not None:
         limits["draft"] = drafter.max_positions
     for owner, limit in limits.items():
-        if limit is not None and num_prompt_tokens + max_new_tokens > limit:
+        if limit is not None and num_prompt_tokens + max_new_tokens - 1 > limit:
             raise ValueError(
                 f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones do not "
                 f"fit the {owner}'s "
@@ -341,5 +349,13 @@ def num_shared(text: Sequence[int], other_text: Sequence[int]) -> int:
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`: the only batch sizes."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
+
+
+def batch_size_for(num_rows: int, state: DecodeState) -> int:
+    """Rows of a batch with this many live ones: a power of two, so that shapes seldom change.
+
+    Where each row has calls of its own, empty rows would only cost time.
+    """
+    return power_of_two(num_rows) if state.shares_calls else num_rows

@@ -394,8 +394,9 @@ class Conversation:
     def __init__(self, target: LanguageModel, drafter: Drafter, config: DecodingConfig) -> None:
         self.config = config
         limits = (target.max_positions, drafter.max_positions)
-        known_limits = [limit for limit in limits if limit is not None]
-        self.max_length = min(known_limits, default=MAX_TOKENS)
+        # The last token of an answer needs no position until the next turn.
+        max_lengths = [limit + 1 for limit in limits if limit is not None]
+        self.max_length = min(max_lengths, default=MAX_TOKENS)
         self.session = Session(target, drafter, config, max_length=FIRST_LENGTH)
         self.row: Request | None = None
 
@@ -408,8 +409,8 @@ class Conversation:
         max_new_tokens = min(self.config.max_new_tokens, self.max_length - len(prompt))
         if max_new_tokens < 1:
             raise ValueError(
-                f"{len(prompt)} tokens fill the chat's context of {self.max_length}: shorten the "
-                "question, or begin a new chat"
+                f"{len(prompt)} tokens fill the chat's context of {self.max_length - 1}: shorten "
+                "the question, or begin a new chat"
             )
 
         length = len(prompt) + max_new_tokens

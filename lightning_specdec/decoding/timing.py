@@ -12,6 +12,8 @@ MOST_MARKS = 1024
 """Marks that a GPU's timer keeps before it adds them up."""
 
 PHASES = ("draft", "verify", "accept", "rest")
+_PAUSE = "pause"
+"""Mark of the end of a pause, whose time belongs to no phase."""
 
 
 class PhaseTimer:
@@ -28,6 +30,7 @@ class PhaseTimer:
         self._marks: list[tuple[str, torch.cuda.Event]] = []
         self.started = time.perf_counter()
         self._last_lap = self.started
+        self._paused_at: float | None = None
         if self._on_gpu:
             self._mark("")
 
@@ -47,16 +50,33 @@ class PhaseTimer:
         self._seconds[phase] += now - self._last_lap
         self._last_lap = now
 
+    def pause(self) -> None:
+        """Count no time until `resume`, so that another decoding can run in between."""
+        self._paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        """Count time again after `pause`; without one, nothing changes."""
+        if self._paused_at is None:
+            return
+        paused_seconds = time.perf_counter() - self._paused_at
+        self._paused_at = None
+        self.started += paused_seconds
+        self._last_lap += paused_seconds
+        if self._on_gpu:
+            self._mark(_PAUSE)
+
     def elapsed(self) -> float:
-        """Seconds on the host's clock since the start."""
-        return time.perf_counter() - self.started
+        """Seconds on the host's clock since the start, without pauses."""
+        now = time.perf_counter() if self._paused_at is None else self._paused_at
+        return now - self.started
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase so far."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
             for (_, start), (phase, end) in pairwise(self._marks):
-                self._seconds[phase] += start.elapsed_time(end) / 1000
+                if phase != _PAUSE:
+                    self._seconds[phase] += start.elapsed_time(end) / 1000
             self._marks = self._marks[-1:]
         return dict(self._seconds)
 

@@ -34,7 +34,7 @@ class Verification:
     Args:
         rule: decides which draft tokens are accepted.
         sampling: how the target's tokens are drawn.
-        vocab_size: the target's. It stands for a token that could not be drawn, since no token has
+        vocab_size: the target's. It marks a token that could not be drawn, since no token has
             that number.
         logprobs: whether to compute log probabilities.
     """
@@ -71,10 +71,9 @@ class Verification:
 
         # Equal rules of other sessions share what is recorded.
         rule_attributes = tuple(sorted(vars(self.rule).items()))
-        key = "judge", type(self.rule), rule_attributes, self.sampling, self.logprobs
-        (outcome,) = executor.run(
-            key, call, logits, noise, draft.tokens, draft.lengths, draft.probs, draft.logits
-        )
+        key = ("judge", type(self.rule), rule_attributes, self.sampling, self.logprobs)
+        draft_tensors = (draft.tokens, draft.lengths, draft.probs, draft.logits)
+        (outcome,) = executor.run(key, call, logits, noise, *draft_tensors)
         assert outcome is not None
         return outcome
 
@@ -113,6 +112,7 @@ class Verification:
             # argmax picks a token even from NaN; sampling marks such a row itself.
             endings = mark_failed(endings, processed)
 
+        # The columns in the order that the class describes.
         columns = [endings]
         if num_draft_tokens:
             columns = [verdict.accepted, endings, draft.tokens]
@@ -121,7 +121,7 @@ class Verification:
         if verdict.changed is not None:
             columns.append(verdict.changed)
         if self.logprobs:
-            # float64 holds the integers beside them exactly.
+            # float64 represents the integers in the same tensor exactly.
             real_endings = verdict.endings.clamp(max=self.vocab_size - 1)
             draft_scores = Sampling.log_probs(logits[:, :-1], draft.tokens)
             ending_scores = Sampling.log_probs(logits, real_endings)
@@ -186,6 +186,7 @@ class Verification:
         self, values: list[Any], num_draft_tokens: int, *, has_lengths: bool
     ) -> _RowVerdict:
         """One row of the outcome, column by column."""
+        # Draft tokens are accepted up to the first rejection.
         accepted = values[:num_draft_tokens]
         num_accepted = num_draft_tokens
         if 0 in accepted:
@@ -193,10 +194,11 @@ class Verification:
 
         logprobs = None
         if self.logprobs:
+            # Those of the accepted draft tokens, and that of the token which ends the round.
             num_scores = 2 * num_draft_tokens + 1
             scores = values[-num_scores:]
-            logprobs = scores[:num_accepted]
-            logprobs.append(scores[num_draft_tokens + num_accepted])
+            ending_score = scores[num_draft_tokens + num_accepted]
+            logprobs = [*scores[:num_accepted], ending_score]
             values = [int(value) for value in values[:-num_scores]]
 
         endings_end = 2 * num_draft_tokens + 1

@@ -22,7 +22,7 @@ PRIOR_RATE = 0.8
 PRIOR_WEIGHT = 2.0
 """Number of tests that the prior rate is worth."""
 
-NEIGHBOUR_WEIGHT = 6.0
+NEIGHBOR_WEIGHT = 6.0
 """Number of tests that the rate of the previous position is worth to a position."""
 
 MEMORY = 10.0
@@ -39,8 +39,8 @@ class Calibration(Settings):
     Args:
         widths: tokens per target call that were measured, ascending from 1.
         target_seconds: seconds of a target call, for each width.
-        loop_seconds: seconds of a round besides its model calls, for each width.
-        draft_seconds: seconds of a draft apart from its tokens.
+        loop_seconds: seconds of a round outside its model calls, for each width.
+        draft_seconds: fixed seconds of a draft, in addition to those of its tokens.
         draft_step_seconds: seconds of each draft token.
         target_token_seconds: seconds of each prompt token that the target reads.
 
@@ -76,6 +76,17 @@ class Calibration(Settings):
         lower_width = self.widths[index - 1]
         difference = upper_seconds - lower_seconds
         return upper_seconds - difference * (upper_width - width) / (upper_width - lower_width)
+
+
+def window_of(row: Request, largest: int) -> int:
+    """The number of draft tokens that a row requests, up to `largest`.
+
+    It is one less than the tokens that may follow, because the target adds the last one; and 0 for
+    a row that is not live.
+    """
+    if not row.live:
+        return 0
+    return min(largest, row.remaining - 1)
 
 
 @dataclass
@@ -141,7 +152,7 @@ class FixedWindow(Window, Plan):
         return self
 
     def windows(self, rows: Sequence[Request]) -> list[int]:
-        return [min(self.largest, row.remaining - 1) if row.live else 0 for row in rows]
+        return [window_of(row, self.largest) for row in rows]
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "FixedWindow", "num_draft_tokens": self.largest}
@@ -205,6 +216,7 @@ class Rate:
 
     def count(self, hit: bool) -> None:
         """Count one trial."""
+        # Once there are `MEMORY` trials, a new one takes the place of one old one.
         fading = 1.0
         if self.trials:
             fading = min(1.0, (MEMORY - 1) / self.trials)
@@ -241,12 +253,15 @@ class Controller:
         self.offers = Rate(1.0, 1.0)
         """How often the drafter made a token: a lookup may find nothing."""
 
+        # A trial is a round with one draft token. It costs more than a round of standard decoding.
         self.rounds_since_rejection = 0
         standard_seconds = self.round_seconds[0]
         draft_seconds = costs.draft_seconds + costs.draft_step_seconds
         trial_seconds = draft_seconds + self.round_seconds[1] - standard_seconds
         self.rounds_before_trial = trial_seconds / (TRIAL_SHARE * standard_seconds)
-        self.hopeless = self.best([1.0] * largest) == 0
+
+        best_if_all_accepted = self.best([1.0] * largest)
+        self.hopeless = best_if_all_accepted == 0
         self.window = self.choose_window()
 
     def best(self, rates: Sequence[float], offer_rate: float = 1.0) -> int:
@@ -268,7 +283,8 @@ class Controller:
             drafting_seconds = self.costs.draft_seconds + window * self.costs.draft_step_seconds
             extra_seconds = offer_rate * (self.round_seconds[window] - standard_seconds)
             seconds = drafting_seconds + standard_seconds + extra_seconds
-            speeds.append((1 + offer_rate * expected_accepted) / seconds)
+            expected_tokens = 1 + offer_rate * expected_accepted
+            speeds.append(expected_tokens / seconds)
         # In a tie, `max` returns the first choice: the smaller window.
         return max(self.choices, key=speeds.__getitem__)
 
@@ -286,10 +302,11 @@ class Controller:
             if i == 0:
                 rates.append(position.hits / position.trials)
                 continue
-            hits = position.hits + NEIGHBOUR_WEIGHT * rates[-1]
-            rates.append(hits / (position.trials + NEIGHBOUR_WEIGHT))
+            hits = position.hits + NEIGHBOR_WEIGHT * rates[-1]
+            rates.append(hits / (position.trials + NEIGHBOR_WEIGHT))
 
-        best = self.best(rates, self.offers.hits / self.offers.trials)
+        offer_rate = self.offers.hits / self.offers.trials
+        best = self.best(rates, offer_rate)
         if best == 0 and self.rounds_since_rejection >= self.rounds_before_trial:
             return 1
         return best
@@ -300,9 +317,12 @@ class Controller:
         for outcome in outcomes:
             if outcome.window:
                 self.offers.count(outcome.num_made > 0)
+
+            # The accepted tokens were tested, and the rejected one after them if there is one.
             num_tested = min(outcome.num_made, outcome.num_accepted + 1)
             for i in range(num_tested):
                 self.positions[i].count(i < outcome.num_accepted)
+
             # A draft that was requested and not made counts as one rejected token.
             num_expected = max(outcome.num_made, min(outcome.window, 1))
             if outcome.num_accepted < num_expected:
@@ -325,8 +345,7 @@ class _SharedPlan(Plan):
         return self._controller.window
 
     def windows(self, rows: Sequence[Request]) -> list[int]:
-        window = self._controller.window
-        return [min(window, row.remaining - 1) if row.live else 0 for row in rows]
+        return [window_of(row, self._controller.window) for row in rows]
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         self._controller.learn(outcomes)
@@ -352,10 +371,9 @@ class _RowPlan(Plan):
     def windows(self, rows: Sequence[Request]) -> list[int]:
         windows = []
         for row in rows:
-            window = 0
-            if row.live:
-                window = min(self._controller(row).window, row.remaining - 1)
-            windows.append(window)
+            # A row that is not live needs no controller.
+            largest = self._controller(row).window if row.live else 0
+            windows.append(window_of(row, largest))
         return windows
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:

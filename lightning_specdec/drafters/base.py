@@ -176,11 +176,12 @@ class DraftState:
         """Forget the draft tokens that were not accepted; all of them when None."""
         if self.drafted_at is None:
             return
-        if num_accepted is None:
-            self.truncate(self.drafted_at)
-        else:
-            drafts = zip(self.drafted_at, num_accepted, strict=True)
-            self.truncate([text_length + accepted for text_length, accepted in drafts])
+        lengths = self.drafted_at
+        if num_accepted is not None:
+            lengths = []
+            for text_length, count in zip(self.drafted_at, num_accepted, strict=True):
+                lengths.append(text_length + count)
+        self.truncate(lengths)
         self.drafted_at = None
 
     def resume(self, row: int, length: int) -> None:

@@ -79,15 +79,20 @@ class BlockLayer(nn.Module):
         query_size = settings.num_heads * head_size
         key_size = settings.num_key_heads * head_size
         inner_size = settings.intermediate_size
+        epsilon = settings.norm_eps
         self.head_size = head_size
         self.rotary_base = settings.rotary_base
-        self.input_norm = nn.RMSNorm(hidden_size, eps=settings.norm_eps)
+
+        # The attention.
+        self.input_norm = nn.RMSNorm(hidden_size, eps=epsilon)
         self.query = nn.Linear(hidden_size, query_size, bias=False)
         self.key_value = nn.Linear(hidden_size, 2 * key_size, bias=False)
-        self.query_norm = nn.RMSNorm(head_size, eps=settings.norm_eps)
-        self.key_norm = nn.RMSNorm(head_size, eps=settings.norm_eps)
+        self.query_norm = nn.RMSNorm(head_size, eps=epsilon)
+        self.key_norm = nn.RMSNorm(head_size, eps=epsilon)
         self.attention_output = nn.Linear(query_size, hidden_size, bias=False)
-        self.inner_norm = nn.RMSNorm(hidden_size, eps=settings.norm_eps)
+
+        # The inner network.
+        self.inner_norm = nn.RMSNorm(hidden_size, eps=epsilon)
         self.gate_up = nn.Linear(hidden_size, 2 * inner_size, bias=False)
         self.down = nn.Linear(inner_size, hidden_size, bias=False)
 
@@ -113,17 +118,23 @@ class BlockLayer(nn.Module):
             attend: attention over the keys and values of these positions and of the features.
         """
         normed = self.input_norm(hidden)
-        queries = self._split_heads(self.query(normed))
         keys, values = self.keys_values(normed, positions)
-        queries = rotate(self.query_norm(queries), positions, self.rotary_base).to(values.dtype)
-        attended = attend(queries, keys, values).transpose(1, 2).flatten(2)
+        queries = self._split_heads(self.query(normed))
+        queries = rotate(self.query_norm(queries), positions, self.rotary_base)
+        # Under autocast, the norm may return another dtype.
+        queries = queries.to(values.dtype)
+
+        attended_heads = attend(queries, keys, values)
+        attended = attended_heads.transpose(1, 2).flatten(2)
         hidden = hidden + self.attention_output(attended)
 
-        gate, up = self.gate_up(self.inner_norm(hidden)).chunk(2, dim=-1)
+        normed_hidden = self.inner_norm(hidden)
+        gate, up = self.gate_up(normed_hidden).chunk(2, dim=-1)
         return hidden + self.down(nn.functional.silu(gate) * up)
 
     def _split_heads(self, projected: Float[Tensor, "B T _"]) -> Float[Tensor, "B _ T E"]:
-        return projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        heads = projected.unflatten(-1, (-1, self.head_size))
+        return heads.transpose(1, 2)
 
 
 class BlockNetwork(FeatureNetwork):
@@ -143,9 +154,9 @@ class BlockNetwork(FeatureNetwork):
         # its output head, a larger one would make position 0 predict the anchor itself.
         self.anchor_scale = nn.Parameter(torch.full((1,), 0.1))
         self.context_norm = self._norm()
-        self.layers = nn.ModuleList(
-            BlockLayer(settings, self.head_size) for _ in range(settings.num_layers)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(settings.num_layers):
+            self.layers.append(BlockLayer(settings, self.head_size))
         self.output_norm = self._norm()
         self.output = nn.Linear(hidden_size, num_tokens, bias=False)
 
@@ -179,9 +190,11 @@ class BlockNetwork(FeatureNetwork):
             positions: of all blocks, one block after the other.
             attend: attention of a layer, given by number, over these positions and the features.
         """
+        # A block is its first token, and masks at all other positions.
         batch_size, num_blocks, _ = anchors.shape
         num_masked = self.settings.block_size - 1
-        masked_inputs = self.mask.to(self.dtype).expand(batch_size, num_blocks, num_masked, -1)
+        mask = self.mask.to(self.dtype)
+        masked_inputs = mask.expand(batch_size, num_blocks, num_masked, -1)
         anchor_inputs = self.anchor_scale * anchors.to(self.dtype)
         block_inputs = torch.cat((anchor_inputs[:, :, None], masked_inputs), dim=2)
 
@@ -212,7 +225,8 @@ class BlockNetwork(FeatureNetwork):
         The probability is conditional on all tokens before it being accepted.
         """
         inputs = torch.cat((hidden, before), dim=-1)
-        return self.confidence(inputs)[..., 0]
+        logits = self.confidence(inputs)
+        return logits.squeeze(-1)
 
 
 class BlockDrafter(FeatureDrafter):
@@ -248,7 +262,8 @@ class BlockDrafter(FeatureDrafter):
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        windows = [min(window, self.max_draft_tokens) for window in state.wanted(request, windows)]
+        windows = state.possible_windows(request, windows)
+        windows = [min(window, self.max_draft_tokens) for window in windows]
         num_draft_tokens = max(windows)
         if num_draft_tokens == 0:
             return empty_draft(request)
@@ -267,19 +282,19 @@ class BlockDrafter(FeatureDrafter):
             vocabulary=self.draft_vocabulary,
         )
         draft = make_draft(outputs, windows, request, num_calls=1)
-        confidences = outputs[3]
+        *_, confidences = outputs
         if confidences is None or not self.settings.min_confidence:
             return draft
 
         # The first token costs no further pass, so it is always proposed. The others are, while the
         # probability that all tokens up to them are accepted is high enough. It depends on hidden
         # states and earlier tokens only, so ending the window there does not bias the output.
-        joint_confidences = confidences.float().cumprod(1)[:, 1:]
-        num_confident = (joint_confidences >= self.settings.min_confidence).sum(1)
-        return limit_draft(draft, 1 + num_confident)
+        joint_confidences = confidences.float().cumprod(1)
+        is_confident = joint_confidences[:, 1:] >= self.settings.min_confidence
+        return limit_draft(draft, 1 + is_confident.sum(1))
 
     def _draw_tokens(
-        self, drawn: DraftSampler, hidden: Float[Tensor, "B K D"], anchors: Int[Tensor, "B"]
+        self, sampler: DraftSampler, hidden: Float[Tensor, "B K D"], anchors: Int[Tensor, "B"]
     ) -> Float[Tensor, "B K"]:
         """Draw K tokens of each row, one after the other.
 
@@ -298,7 +313,7 @@ class BlockDrafter(FeatureDrafter):
             confidences.append(confidence_logit.sigmoid())
 
             logits = block_logits[:, i] + self.network.bias(markov_embedding)
-            previous_tokens = drawn.draw(logits)
+            previous_tokens = sampler.draw(logits)
         return torch.stack(confidences, dim=1)
 
     def _read_features(self, state: FeatureState, request: DraftRequest) -> None:
@@ -318,7 +333,8 @@ class BlockDrafter(FeatureDrafter):
         # As wide as the most tokens that a round adds, so shapes do not depend on acceptance.
         width = max(state.num_scored, *lengths)
         slots = cache.slots(width)
-        features = self.network.joined(state.hidden(starts, width, lengths))
+        hidden = state.hidden(starts, width, lengths)
+        features = self.network.joined(hidden)
         context = self.network.context(features, slots.positions)
         for layer_index, (keys, values) in enumerate(context):
             cache.storage.update(layer_index, slots, keys, values)
@@ -335,10 +351,11 @@ class BlockDrafter(FeatureDrafter):
         mask = self._block_mask(slots.positions, slots.span)
 
         def attend(layer_index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys, values = cache.storage.update(layer_index, slots, keys, values)
-            return attention(queries, keys, values, mask)
+            all_keys, all_values = cache.storage.update(layer_index, slots, keys, values)
+            return attention(queries, all_keys, all_values, mask)
 
-        anchors = state.context.model.embeddings(request.last_two_tokens[:, 1:])
+        last_tokens = request.last_two_tokens[:, 1:]
+        anchors = state.context.model.embeddings(last_tokens)
         return self.network(anchors, slots.positions, attend)
 
     def _block_mask(self, positions: Int[Tensor, "B N"], num_slots: int) -> Bool[Tensor, "B N S"]:
@@ -348,5 +365,6 @@ class BlockDrafter(FeatureDrafter):
         mask = slot_positions <= last_position
         window = self.settings.attention_window
         if window is not None:
-            mask = mask & (slot_positions > positions[..., None] - window)
+            is_in_window = slot_positions > positions[..., None] - window
+            mask = mask & is_in_window
         return mask.expand(-1, self.settings.block_size, -1)

@@ -52,7 +52,7 @@ class _RowText:
         self.num_draft_read = 0
         """Draft tokens of the last round that the model has read and that were not rejected."""
         self.num_agreed = 0
-        """Leading tokens of the text that the model has read as they are now, or not at all."""
+        """Leading tokens of the text that have not changed since the model read them, if it did."""
         self.first = 0
         """Position of the first token that the model reads. It is above 0 once the text has
         outgrown the model's context."""
@@ -274,23 +274,24 @@ class CrossVocabulary(SamplingDrafter):
 
     def _register_tables(self) -> None:
         """Create the tables that map logits to the target's tokens and tokens to the draft's."""
+        device = self.model.device
         shared_tokens = sorted(self.translation.pairs.items())
-        target_tokens = torch.tensor([target_token for target_token, _ in shared_tokens])
-        draft_tokens = torch.tensor([draft_token for _, draft_token in shared_tokens])
+        target_tokens, draft_tokens = torch.tensor(shared_tokens).unbind(1)
         num_target_tokens = len(self.target_vocabulary)
 
         # For each target token, its column in the draft's logits. `to_target` appends column W,
         # which is -inf, for the tokens that the draft lacks.
-        sources = torch.full((num_target_tokens,), self.model.vocab_size)
-        sources = sources.index_copy(0, target_tokens, draft_tokens)
-        self.register_buffer("_draft_column_of", sources.to(self.model.device), persistent=False)
+        missing_column = self.model.vocab_size
+        draft_columns = torch.full((num_target_tokens,), missing_column)
+        draft_columns[target_tokens] = draft_tokens
+        self.register_buffer("_draft_column_of", draft_columns.to(device), persistent=False)
 
         # For each target token, the token that the draft reads. A logits processor may force a
         # token that the draft lacks, or one that only pads the target's output (the last entry).
         # The draft reads the filler for it until the text is final.
-        read_as = torch.full((num_target_tokens + 1,), self.translation.filler)
-        read_as = read_as.index_copy(0, target_tokens, draft_tokens)
-        self.register_buffer("_draft_token_of", read_as.to(self.model.device), persistent=False)
+        read_tokens = torch.full((num_target_tokens + 1,), self.translation.filler)
+        read_tokens[target_tokens] = draft_tokens
+        self.register_buffer("_draft_token_of", read_tokens.to(device), persistent=False)
 
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
@@ -386,9 +387,11 @@ class CrossVocabulary(SamplingDrafter):
         num_draft_tokens = max(windows)
         if self.model.max_positions is not None:
             # `make_room` leaves a quarter of the context free.
-            num_draft_tokens = min(num_draft_tokens, max(1, self.model.max_positions // 4))
+            free_room = max(1, self.model.max_positions // 4)
+            num_draft_tokens = min(num_draft_tokens, free_room)
         allowed_windows = [min(window, num_draft_tokens) for window in windows]
 
+        # The draft reads its own tokens of what is new in the texts.
         for row_text, text in zip(state.rows, request.texts, strict=True):
             row_text.extend(text)
         state.make_room(num_draft_tokens)
@@ -398,10 +401,12 @@ class CrossVocabulary(SamplingDrafter):
         padding_index = len(self._draft_token_of) - 1
 
         # `run` calls this once, with an object that draws tokens and records them for the draft.
-        def draw_tokens(drawn: DraftSampler) -> None:
+        def draw_tokens(sampler: DraftSampler) -> None:
             def choose(logits: Float[Tensor, "B W"], step: int) -> Int[Tensor, "B"]:
-                target_tokens = drawn.draw(self.to_target(logits, request))
-                return self._draft_token_of.index_select(0, target_tokens.clamp(max=padding_index))
+                target_logits = self.to_target(logits, request)
+                target_tokens = sampler.draw(target_logits)
+                indices = target_tokens.clamp(max=padding_index)
+                return self._draft_token_of.index_select(0, indices)
 
             self.model.rollout(
                 tokens, state.model_state, num_draft_tokens, choose, valid_lengths=valid_lengths

@@ -47,11 +47,13 @@ class DraftVocabulary(nn.Module):
 
     def _checked_tokens(self, tokens: Sequence[int]) -> list[int]:
         """The token IDs; ValueError unless they are ascending and in range."""
-        highest_token = self.vocab_size - 1
-        token_ids = [
-            require_int("a token of draft_vocabulary", token, 0, highest_token) for token in tokens
-        ]
-        if len(token_ids) < 2 or token_ids != sorted(set(token_ids)):
+        token_ids = []
+        for token in tokens:
+            token_id = require_int("a token of draft_vocabulary", token, 0, self.vocab_size - 1)
+            token_ids.append(token_id)
+
+        is_ascending = token_ids == sorted(set(token_ids))
+        if len(token_ids) < 2 or not is_ascending:
             raise ValueError(
                 f"draft_vocabulary must ascend and have at least two tokens, got {token_ids[:8]}"
             )
@@ -76,10 +78,11 @@ class DraftVocabulary(nn.Module):
                 f"a draft vocabulary of {len(self)} has no room for {len(required_tokens)} tokens "
                 "that are required"
             )
-        ranking = counts.clone().double()
-        ranking[required_tokens] = torch.inf
-        most_frequent = ranking.sort(descending=True, stable=True).indices[: len(self)]
-        self.tokens.copy_(most_frequent.sort().values)
+        scores = counts.clone().double()
+        scores[required_tokens] = torch.inf
+        tokens_by_rank = scores.sort(descending=True, stable=True).indices
+        chosen_tokens = tokens_by_rank[: len(self)]
+        self.tokens.copy_(chosen_tokens.sort().values)
 
     def become(self, tokens: Sequence[int]) -> None:
         """Replace its tokens by the same number of tokens.
@@ -105,7 +108,8 @@ class DraftVocabulary(nn.Module):
             fill: value for tokens outside the draft's vocabulary: -inf for logits, 0 for
                 probabilities.
         """
-        target_values = values.new_full((*values.shape[:-1], self.vocab_size), fill)
+        shape = (*values.shape[:-1], self.vocab_size)
+        target_values = values.new_full(shape, fill)
         return target_values.index_copy_(-1, self.tokens, values)
 
     def to_draft(self, tokens: Int[Tensor, "*B"], missing: int) -> Int[Tensor, "*B"]:

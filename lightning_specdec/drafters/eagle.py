@@ -79,18 +79,19 @@ class FeatureState(DraftState):
         values = keys[..., :0]
         slots = self.feature_cache.slots(hidden.shape[1], starts)
         self.feature_cache.storage.update(HIDDEN, slots, keys, values)
+        # The next text ends with one token more, which the target has not read.
         self.num_known = [
             length + count for length, count in zip(text_lengths, num_accepted, strict=True)
         ]
 
-    def wanted(self, request: DraftRequest, windows: Sequence[int]) -> list[int]:
+    def possible_windows(self, request: DraftRequest, windows: Sequence[int]) -> list[int]:
         """The windows, but 0 for rows whose text the target has not read."""
-        num_draft_tokens = []
+        possible_windows = []
         for window, num_known, text in zip(windows, self.num_known, request.texts, strict=True):
             num_features = len(text) - 1
             has_features = num_known >= num_features > 0
-            num_draft_tokens.append(window if has_features else 0)
-        return num_draft_tokens
+            possible_windows.append(window if has_features else 0)
+        return possible_windows
 
     def hidden(
         self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int]
@@ -103,13 +104,16 @@ class FeatureState(DraftState):
                 states of rejected tokens may be NaN.
         """
         device = self.feature_cache.device
+        slots = self.feature_cache.slots(num_tokens, starts)
         last_slot = self.feature_cache.num_slots - 1
-        positions = self.feature_cache.slots(num_tokens, starts).positions.clamp(max=last_slot)
+        positions = slots.positions.clamp(max=last_slot)
+        # `learn` stores them as keys of one head.
         keys, _ = self.feature_cache.storage.layers[HIDDEN]
         hidden = select(keys[:, 0], positions)
 
         offsets = torch.arange(num_tokens, device=device)
-        is_padding = offsets >= torch.tensor(lengths, device=device)[:, None]
+        row_lengths = torch.tensor(lengths, device=device)
+        is_padding = offsets >= row_lengths[:, None]
         return hidden.masked_fill(is_padding[..., None], 0)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -174,9 +178,10 @@ class FeatureDrafter(TrainedDrafter, ABC):
         return FeatureState(batch_size, max_length, context)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
-        hidden = [output.features[layer] for layer in self.settings.feature_layers]
+        hidden_by_layer = [output.features[layer] for layer in self.settings.feature_layers]
+        hidden = torch.cat(hidden_by_layer, dim=-1)
         num_scored = output.logits.shape[1]
-        state.learn(torch.cat(hidden, dim=-1), num_scored, num_accepted)
+        state.learn(hidden, num_scored, num_accepted)
 
 
 class EagleDrafter(FeatureDrafter):
@@ -213,7 +218,7 @@ class EagleDrafter(FeatureDrafter):
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        windows = state.wanted(request, windows)
+        windows = state.possible_windows(request, windows)
         num_draft_tokens = max(windows)
         if num_draft_tokens == 0:
             return empty_draft(request)
@@ -239,9 +244,9 @@ class EagleDrafter(FeatureDrafter):
         feature, logits = self._advance(state.entry_cache, embedded, hidden, lengths)
 
         def draw_tokens(
-            drawn: DraftSampler, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]
+            sampler: DraftSampler, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]
         ) -> Tensor | None:
-            return self._draw_tokens(drawn, state, windows, feature, logits)
+            return self._draw_tokens(sampler, state, windows, feature, logits)
 
         outputs = self.run(
             request,
@@ -256,14 +261,14 @@ class EagleDrafter(FeatureDrafter):
         state.entry_cache.truncate(num_entries)
 
         draft = make_draft(outputs, windows, request)
-        confidences = outputs[3]
+        *_, confidences = outputs
         if confidences is None:
             return draft
         return self._ended_by_confidence(draft, confidences)
 
     def _draw_tokens(
         self,
-        drawn: DraftSampler,
+        sampler: DraftSampler,
         state: FeatureState,
         windows: Sequence[int],
         feature: Float[Tensor, "B 1 D"],
@@ -294,7 +299,7 @@ class EagleDrafter(FeatureDrafter):
                 largest_prob = logits.float().softmax(-1).amax(-1)
                 confidences.append(largest_prob * previous_confidence)
 
-            tokens = drawn.draw(logits)
+            tokens = sampler.draw(logits)
             if i + 1 == num_draft_tokens:
                 break
             # On other devices, reading the confidences would take longer than further passes.
@@ -332,7 +337,8 @@ class EagleDrafter(FeatureDrafter):
             request.texts, state.num_known, state.entry_cache.consumed, strict=True
         ):
             end = min(len(text) - 1, num_known)
-            start = min(max(end - 1, 0), num_read)
+            last_entry = max(end - 1, 0)
+            start = min(last_entry, num_read)
             starts.append(start)
             ends.append(end)
             # Entry j has the embedding of token j + 1.
@@ -366,22 +372,28 @@ class EagleDrafter(FeatureDrafter):
         """
         if self.in_openvino is not None:
             return self.in_openvino.advance(entry_cache, embedded, features, lengths)
+
         if lengths is not None:
+            # Hidden states of the target.
             features = self.network.joined(features)
         num_entries = embedded.shape[1]
         slots = entry_cache.slots(num_entries)
+        mask = entry_cache.storage.mask(slots, self.network.attention_window)
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            mask = entry_cache.storage.mask(slots, self.network.attention_window)
-            keys, values = entry_cache.storage.update(0, slots, keys, values)
-            return attention(queries, keys, values, mask)
+            all_keys, all_values = entry_cache.storage.update(0, slots, keys, values)
+            return attention(queries, all_keys, all_values, mask)
 
         hidden = self.network.layer(embedded, features, slots.positions, attend)
         entry_cache.advance(num_entries, lengths)
 
+        # The output at each row's last entry.
         if lengths is None:
             last_hidden = hidden[:, -1:]
         else:
-            last_positions = [[max(length - 1, 0)] for length in lengths]
-            last_hidden = select(hidden, torch.tensor(last_positions, device=hidden.device))
-        return self.network.fed_back(last_hidden), self.network.logits(last_hidden[:, 0])
+            last_indices = [[max(length - 1, 0)] for length in lengths]
+            last_hidden = select(hidden, torch.tensor(last_indices, device=hidden.device))
+
+        next_feature = self.network.fed_back(last_hidden)
+        logits = self.network.logits(last_hidden[:, 0])
+        return next_feature, logits

@@ -124,13 +124,15 @@ class FeatureNetwork(nn.Module):
         states = [layer_hidden.to(self.dtype) for layer_hidden in hidden]
         if self.settings.feature_norms:
             states = [norm(state) for norm, state in zip(self.layer_norms, states, strict=True)]
-        features = self.join(torch.cat(states, dim=-1))
+        concatenated = torch.cat(states, dim=-1)
+        features = self.join(concatenated)
         # Under autocast, the linear layer may return another dtype.
         return features.to(self.dtype)
 
     def joined(self, hidden: Float[Tensor, "B T FD"]) -> Float[Tensor, "B T D"]:
         """Like `features`, from hidden states that are concatenated already."""
-        return self.features(hidden.split(self.settings.hidden_size, dim=-1))
+        hidden_by_layer = hidden.split(self.settings.hidden_size, dim=-1)
+        return self.features(hidden_by_layer)
 
 
 class EagleNetwork(FeatureNetwork):
@@ -149,16 +151,21 @@ class EagleNetwork(FeatureNetwork):
         super().__init__(settings)
         hidden_size = settings.hidden_size
         inner_size = settings.intermediate_size
-        num_projected_heads = self.num_heads + 2 * self.num_key_heads
+        query_size = self.num_heads * self.head_size
+        key_size = self.num_key_heads * self.head_size
+
+        # The attention, which reads embedding and feature side by side.
         self.token_norm = self._norm()
         self.feature_norm = self._norm()
-        self.query_key_value = nn.Linear(
-            2 * hidden_size, num_projected_heads * self.head_size, bias=False
-        )
-        self.attention_output = nn.Linear(self.num_heads * self.head_size, hidden_size, bias=False)
+        self.query_key_value = nn.Linear(2 * hidden_size, query_size + 2 * key_size, bias=False)
+        self.attention_output = nn.Linear(query_size, hidden_size, bias=False)
+
+        # The inner network.
         self.inner_norm = self._norm()
         self.gate_up = nn.Linear(hidden_size, 2 * inner_size, bias=False)
         self.down = nn.Linear(inner_size, hidden_size, bias=False)
+
+        # The output head.
         self.output_norm = self._norm()
         self.output = nn.Linear(hidden_size, num_tokens, bias=False)
 
@@ -184,22 +191,24 @@ class EagleNetwork(FeatureNetwork):
         projected = self.query_key_value(attention_input)
         heads = projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         # Queries and keys are rotated in one call.
-        queries_keys, values = heads.split(
-            (self.num_heads + self.num_key_heads, self.num_key_heads), dim=1
-        )
+        num_rotated_heads = self.num_heads + self.num_key_heads
+        queries_keys, values = heads.split((num_rotated_heads, self.num_key_heads), dim=1)
         queries_keys = rotate(queries_keys, positions, self.settings.rotary_base)
         queries, keys = queries_keys.split((self.num_heads, self.num_key_heads), dim=1)
-        attended = attend(queries, keys, values).transpose(1, 2).flatten(2)
 
+        attended_heads = attend(queries, keys, values)
+        attended = attended_heads.transpose(1, 2).flatten(2)
         residual = normed_features if self.settings.norm_before_residual else features
         hidden = residual + self.attention_output(attended)
 
-        gate, up = self.gate_up(self.inner_norm(hidden)).chunk(2, dim=-1)
+        normed_hidden = self.inner_norm(hidden)
+        gate, up = self.gate_up(normed_hidden).chunk(2, dim=-1)
         return hidden + self.down(nn.functional.silu(gate) * up)
 
     def logits(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B W"]:
         """Scores of the next token, from the layer's output."""
-        return self.output(self.output_norm(hidden))
+        normed_hidden = self.output_norm(hidden)
+        return self.output(normed_hidden)
 
     def fed_back(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """The feature of the next entry, where the target's hidden states do not exist yet.
@@ -227,9 +236,8 @@ def attention(
     group_size = num_heads // num_key_heads
 
     # The queries of a group are stacked along the query axis, so keys need not be copied.
-    grouped_queries = queries.reshape(
-        batch_size, num_key_heads, group_size * num_queries, head_size
-    )
+    num_grouped = group_size * num_queries
+    grouped_queries = queries.reshape(batch_size, num_key_heads, num_grouped, head_size)
     mask = seen[:, None].repeat(1, 1, group_size, 1)
     output = nn.functional.scaled_dot_product_attention(
         grouped_queries, keys, values, attn_mask=mask
@@ -246,11 +254,14 @@ def rotate(
     position * base^(-2i / E).
     """
     num_pairs = vectors.shape[-1] // 2
-    exponents = torch.arange(num_pairs, device=vectors.device, dtype=torch.float32) / num_pairs
-    frequencies = base**-exponents
+    pair_indices = torch.arange(num_pairs, device=vectors.device, dtype=torch.float32)
+    frequencies = base ** -(pair_indices / num_pairs)
     angles = positions[:, None, :, None] * frequencies
     cos = angles.cos().to(vectors.dtype)
     sin = angles.sin().to(vectors.dtype)
 
+    # Each pair is a point (x, y) of the plane.
     x, y = vectors.split(num_pairs, dim=-1)
-    return torch.cat((x * cos - y * sin, x * sin + y * cos), dim=-1)
+    rotated_x = x * cos - y * sin
+    rotated_y = x * sin + y * cos
+    return torch.cat((rotated_x, rotated_y), dim=-1)

@@ -1,9 +1,8 @@
 """An autoregressive head that runs in OpenVINO, where its target does.
 
 Shapes: B rows, T entries of a row, D width of the target's hidden states, F layers, K draft tokens,
-    S scored entries,
-N entries of all rows in one call, P the same with the call's padding, V tokens of the target, W
-tokens of the draft.
+S scored entries, N entries of all rows in one call, P the same with the call's padding, V tokens of
+the target, W tokens of the draft.
 """
 
 from __future__ import annotations
@@ -64,7 +63,9 @@ class _Step(nn.Module):
         attend = partial(self.attention, window=self.network.attention_window)
         hidden = self.network.layer(embedded, features, positions, attend)
         scored_hidden = hidden[:, 0].index_select(0, scored)
-        return self.network.fed_back(scored_hidden), self.network.logits(scored_hidden)
+        next_features = self.network.fed_back(scored_hidden)
+        logits = self.network.logits(scored_hidden)
+        return next_features, logits
 
 
 class _Roll(nn.Module):
@@ -88,7 +89,10 @@ class _Roll(nn.Module):
         """The draft tokens in the target's numbers, and their probabilities."""
         network = self.network
         attend = partial(self.attention, window=network.attention_window)
-        hidden = network.layer(embedded, network.joined(features), positions, attend)
+        joined_features = network.joined(features)
+        hidden = network.layer(embedded, joined_features, positions, attend)
+
+        # From here on, one entry of each row.
         hidden = hidden.index_select(0, scored)
         positions = positions.index_select(0, scored)
 
@@ -96,14 +100,17 @@ class _Roll(nn.Module):
         token_probs: list[Tensor] = []
         for step in range(ROLLED):
             if step > 0:
+                # Read the last draft token.
                 positions = positions + 1
-                embedded = nn.functional.embedding(draft_tokens[-1], embeddings)[:, None].float()
+                token_embeddings = nn.functional.embedding(draft_tokens[-1], embeddings)
+                embedded = token_embeddings[:, None].float()
                 attend_to_past = partial(attend, past=positions[:, 0])
-                features = network.fed_back(hidden)
-                hidden = network.layer(embedded, features, positions, attend_to_past)
+                own_features = network.fed_back(hidden)
+                hidden = network.layer(embedded, own_features, positions, attend_to_past)
+
             logits = network.logits(hidden[:, 0])
-            tokens = _argmax(logits)
             token_probs.append(logits.softmax(-1).amax(-1))
+            tokens = _argmax(logits)
             if self.vocabulary is not None:
                 tokens = self.vocabulary[tokens]
             draft_tokens.append(tokens)
@@ -112,9 +119,11 @@ class _Roll(nn.Module):
 
 def _argmax(logits: Float[Tensor, "B W"]) -> Int[Tensor, "B"]:
     """The same as `argmax`, in operations that OpenVINO runs three times as fast."""
-    numbers = torch.arange(logits.shape[-1], dtype=torch.int32)
+    # The lowest index of a largest logit; all other logits count as the last index.
+    indices = torch.arange(logits.shape[-1], dtype=torch.int32)
     largest = logits.amax(-1, keepdim=True)
-    return torch.where(logits >= largest, numbers, numbers[-1:]).amin(-1).long()
+    candidates = torch.where(logits >= largest, indices, indices[-1:])
+    return candidates.amin(-1).long()
 
 
 class EagleInOpenVINO:
@@ -135,20 +144,22 @@ class EagleInOpenVINO:
     ) -> None:
         settings = network.settings
         self.dtype = network.dtype
+        options = (self.dtype, QUANTIZATION, (settings, ROLLED))
+
         # Example inputs for tracing: four entries, of which two are scored.
         vectors = torch.zeros(4, 1, settings.hidden_size)
         target_vectors = vectors.repeat(1, 1, len(settings.feature_layers))
         scored = torch.arange(2)
         positions = torch.arange(4)[:, None]
 
-        options = (self.dtype, QUANTIZATION, (settings, ROLLED))
         self._join = Compiled.of(_Join(network), (target_vectors,), *options)
         step_inputs = (vectors, vectors, scored, positions)
         self._step = Compiled.of(_Step(network), step_inputs, *options)
+
         self._roll: Compiled | None = None
         if embeddings is not None:
-            roll_inputs = (embeddings, vectors, target_vectors, scored, positions)
             roll = _Roll(network, vocabulary)
+            roll_inputs = (embeddings, vectors, target_vectors, scored, positions)
             self._roll = Compiled.of(roll, roll_inputs, *options, shared=True)
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:
@@ -166,13 +177,19 @@ class EagleInOpenVINO:
         lengths: Sequence[int] | None,
     ) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B W"]]:
         """As of `EagleDrafter`."""
-        num_rows, num_entries = embedded.shape[:2]
-        row_lengths = [num_entries] * num_rows if lengths is None else list(lengths)
-        inputs = _inputs(state, embedded, features, row_lengths)
+        num_rows, num_entries, _ = embedded.shape
+        row_lengths = [num_entries] * num_rows
+        if lengths is not None:
+            row_lengths = list(lengths)
+        embedded_vectors, feature_vectors, *other_inputs = _inputs(
+            state, embedded, features, row_lengths
+        )
+
         # With lengths the features are the target's, otherwise the head's own.
         if lengths is not None:
-            inputs[1] = self._join.run([inputs[1]])[0]
-        next_features, logits = self._step.run(inputs, state)
+            (feature_vectors,) = self._join.run([feature_vectors])
+        step_inputs = [embedded_vectors, feature_vectors, *other_inputs]
+        next_features, logits = self._step.run(step_inputs, state)
         state.advance(num_entries, lengths)
         return next_features[:, None], logits
 
@@ -190,10 +207,12 @@ class EagleInOpenVINO:
         Returns:
             The tokens and their probabilities; None if that many cannot be drafted in one call.
         """
-        can_roll = self._roll is not None and all(lengths) and 1 < num_tokens <= ROLLED
-        if not can_roll:
+        if self._roll is None or num_tokens == 1 or num_tokens > ROLLED:
             return None
-        assert self._roll is not None
+        # The call continues from an entry of each row.
+        if not all(lengths):
+            return None
+
         inputs = _inputs(state, embedded, features, lengths, num_following=ROLLED - 1)
         tokens, token_probs = self._roll.run(inputs, state)
         state.advance(embedded.shape[1], lengths)
@@ -216,9 +235,13 @@ def _inputs(
     """
     size = state.num_tokens[num_following].padded(sum(lengths))
     call = state.plan_call(state.consumed, lengths, size, num_following)
+
     vectors = []
     for rows in (embedded, features):
-        vectors.append(call.pad(flatten_rows(rows, lengths)).float().contiguous())
+        padded_rows = call.pad(flatten_rows(rows, lengths))
+        vectors.append(padded_rows.float().contiguous())
+
+    # The rows follow one another, so a row's last entry is the one before its end.
     last_entries = [max(end - 1, 0) for end in accumulate(lengths)]
     scored = call.indices(np.array(last_entries))
     return [*vectors, scored, *call.inputs]

@@ -101,13 +101,14 @@ class LowerState(DecodeState):
         self, hidden: Float[Tensor, "B T D"], num_ahead: Sequence[int]
     ) -> Float[Tensor, "B N D"]:
         """All outputs, with the new ones written after each row's last valid one."""
-        num_tokens, hidden_size = hidden.shape[1:]
+        num_tokens = hidden.shape[1]
         first_slots = torch.tensor(num_ahead, device=self.device)
         slots = first_slots[:, None] + torch.arange(num_tokens, device=self.device)
+        index = slots[..., None].expand_as(hidden)
 
         outputs = torch.cat(self._outputs, dim=1)
-        outputs = nn.functional.pad(outputs, (0, 0, 0, num_tokens))
-        return outputs.scatter_(1, slots[..., None].expand(-1, -1, hidden_size), hidden)
+        extended = nn.functional.pad(outputs, (0, 0, 0, num_tokens))
+        return extended.scatter_(1, index, hidden)
 
     @property
     def ahead(self) -> list[int]:
@@ -116,7 +117,8 @@ class LowerState(DecodeState):
 
     def exit_states(self, num_layers: int) -> ExitStates:
         """The states that the upper layers continue from."""
-        return ExitStates(num_layers, torch.cat(self._outputs, dim=1), self.ahead)
+        outputs = torch.cat(self._outputs, dim=1)
+        return ExitStates(num_layers, outputs, self.ahead)
 
     def _select(
         self, rows: Sequence[int], source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]
@@ -152,8 +154,8 @@ class ExitModel(LanguageModel):
         assert isinstance(state, LowerState)
         hidden = self.target.lower(tokens, state.whole, state.consumed, self.num_layers)
         state.append(hidden, valid_lengths)
-        logits = self.logits(select(hidden, logits_for))
-        return ModelOutput(logits, logits_for=logits_for)
+        scored_hidden = select(hidden, logits_for)
+        return ModelOutput(self.logits(scored_hidden), logits_for=logits_for)
 
     def logits(self, hidden: Float[Tensor, "B N D"]) -> Float[Tensor, "B N V"]:
         """The logits from the lower layers' output."""
@@ -193,14 +195,16 @@ class ExitHead(nn.Module):
 
     def __init__(self, hidden_size: int, num_tokens: int, num_blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_blocks)))
+        blocks = [ResidualBlock(hidden_size) for _ in range(num_blocks)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.RMSNorm(hidden_size, eps=1e-6)
         self.output = nn.Linear(hidden_size, num_tokens, bias=False)
 
     def forward(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B W"]:
         """Logits, computed in the head's dtype."""
         hidden = hidden.to(self.norm.weight.dtype)
-        return self.output(self.norm(self.blocks(hidden)))
+        hidden = self.blocks(hidden)
+        return self.output(self.norm(hidden))
 
 
 class EarlyExitDrafter(TrainedDrafter):
@@ -268,10 +272,9 @@ class EarlyExitDrafter(TrainedDrafter):
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
         model = state.model
-        unread = [
-            text[num_read:]
-            for text, num_read in zip(request.texts, state.whole.consumed, strict=True)
-        ]
+        unread = []
+        for text, num_read in zip(request.texts, state.whole.consumed, strict=True):
+            unread.append(text[num_read:])
         # After the first round, the target has read all of the text but its last token.
         last_tokens = None
         if all(len(tokens) == 1 for tokens in unread):
@@ -287,14 +290,17 @@ class EarlyExitDrafter(TrainedDrafter):
             head=model.logits,
         )
         if outputs is not None:
-            hidden = outputs[3]
+            # After `DraftSampler.outputs`: what the layers computed for the draft tokens.
+            *_, hidden = outputs
             assert hidden is not None
             lengths = [hidden.shape[1]] * len(windows)
             exit_states = ExitStates(self.exit_layer, hidden, lengths)
             return make_draft(outputs, windows, request, states=exit_states)
 
-        tokens, valid_lengths = last_tokens, None
-        if tokens is None:
+        if last_tokens is not None:
+            tokens = last_tokens
+            valid_lengths = None
+        else:
             tokens, valid_lengths = pad(unread, request.last_two_tokens.device)
         lower_state = LowerState(state.whole)
         outputs = self.roll(model, lower_state, tokens, valid_lengths, windows, request, sampling)

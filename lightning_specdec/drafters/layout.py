@@ -25,7 +25,10 @@ def pad(
     """
     lengths = [len(row) for row in rows]
     width = max(num_columns, *lengths)
-    padded_rows = [[*row, *[0] * (width - len(row))] for row in rows]
+    padded_rows = []
+    for row in rows:
+        padding = [0] * (width - len(row))
+        padded_rows.append([*row, *padding])
     tokens = torch.tensor(padded_rows, device=device)
     if min(lengths) == width:
         return tokens, None
@@ -50,17 +53,23 @@ def with_draft_tokens(
     """
     num_draft_tokens = draft.shape[1]
     if lengths is None:
-        tokens = torch.cat((unread, draft), dim=1) if num_draft_tokens else unread
+        tokens = unread
+        if num_draft_tokens:
+            tokens = torch.cat((unread, draft), dim=1)
         return tokens, None, verified_positions(num_draft_tokens)
 
     # A row's draft tokens overwrite its padding, so that they follow its text directly.
-    draft_starts = torch.tensor([[length] for length in lengths], device=unread.device)
-    offsets = torch.arange(num_draft_tokens + 1, device=unread.device)
-    positions = draft_starts + offsets
-    room = torch.nn.functional.pad(unread, (0, num_draft_tokens))
-    tokens = room.scatter(1, positions[:, :-1], draft)
+    row_lengths = torch.tensor(lengths, device=unread.device)
+    offsets = torch.arange(num_draft_tokens, device=unread.device)
+    draft_positions = row_lengths[:, None] + offsets
+    extended = torch.nn.functional.pad(unread, (0, num_draft_tokens))
+    tokens = extended.scatter(1, draft_positions, draft)
     valid_lengths = [length + num_draft_tokens for length in lengths]
-    return tokens, valid_lengths, positions - 1
+
+    # From the last unread token to the last draft token.
+    last_positions = row_lengths[:, None] - 1
+    verifying_positions = torch.cat((last_positions, draft_positions), dim=1)
+    return tokens, valid_lengths, verifying_positions
 
 
 def verified_positions(num_draft_tokens: int) -> slice:

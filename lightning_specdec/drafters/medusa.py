@@ -78,22 +78,27 @@ class StackedHeads:
 
     def __init__(self, heads: Iterable[nn.Module]) -> None:
         # Each head is a sequence of residual blocks and an output layer.
-        *blocks_by_depth, output_layers = zip(*(head.children() for head in heads), strict=True)
-        self.block_weights = [
-            _stack(block.linear.weight.T for block in blocks) for blocks in blocks_by_depth
-        ]
-        self.block_biases = [
-            _stack(block.linear.bias[None] for block in blocks) for blocks in blocks_by_depth
-        ]
+        layers_by_head = [head.children() for head in heads]
+        *blocks_by_depth, output_layers = zip(*layers_by_head, strict=True)
+
+        self.block_weights: list[Float[Tensor, "H D D"]] = []
+        self.block_biases: list[Float[Tensor, "H 1 D"]] = []
+        for blocks in blocks_by_depth:
+            self.block_weights.append(_stack(block.linear.weight.T for block in blocks))
+            self.block_biases.append(_stack(block.linear.bias[None] for block in blocks))
         self.output_weights = _stack(layer.weight.T for layer in output_layers)
 
     def __call__(self, hidden: Float[Tensor, "B D"], num_heads: int) -> Float[Tensor, "H B W"]:
         """The logits of the first `num_heads` heads."""
         states = hidden.expand(num_heads, -1, -1)
-        for weights, biases in zip(self.block_weights, self.block_biases, strict=True):
-            linear_outputs = torch.baddbmm(biases[:num_heads], states, weights[:num_heads])
+        for all_weights, all_biases in zip(self.block_weights, self.block_biases, strict=True):
+            weights = all_weights[:num_heads]
+            biases = all_biases[:num_heads]
+            linear_outputs = torch.baddbmm(biases, states, weights)
             states = states + nn.functional.silu(linear_outputs)
-        return torch.bmm(states, self.output_weights[:num_heads])
+
+        output_weights = self.output_weights[:num_heads]
+        return torch.bmm(states, output_weights)
 
 
 def _stack(weights: Iterable[Tensor]) -> Tensor:
@@ -104,7 +109,7 @@ class MedusaState(DraftState):
     """For each row, the target's hidden state that the text's last token was drawn from.
 
     The hidden state belongs to one text. A row that has just started, or that continues with other
-    tokens, has none until the target has read it; `lengths` tells.
+    tokens, has none until the target has read it: see `lengths`.
     """
 
     def __init__(self, batch_size: int, context: TargetContext, layer: int) -> None:
@@ -133,17 +138,19 @@ class MedusaState(DraftState):
 
         # The target has now read the text and N - 1 draft tokens.
         num_draft_tokens = scored.shape[1] - 1
-        self.lengths = [
-            num_read - num_draft_tokens + num_added
-            for num_read, num_added in zip(self.context.state.consumed, self.num_added, strict=True)
-        ]
+        self.lengths = []
+        for num_read, num_added in zip(self.context.state.consumed, self.num_added, strict=True):
+            text_length = num_read - num_draft_tokens
+            self.lengths.append(text_length + num_added)
 
     def select(self, rows: Sequence[int]) -> None:
+        # Any row will do as the source of an empty one, which has no hidden state.
+        source_rows = [max(row, 0) for row in rows]
         if self.scored is not None:
-            source_rows = torch.tensor(rows, device=self.scored.device).clamp(min=0)
-            self.scored = self.scored[source_rows]
+            index = torch.tensor(source_rows, device=self.scored.device)
+            self.scored = self.scored[index]
+        self.num_added = [self.num_added[row] for row in source_rows]
         self.lengths = [0 if row < 0 else self.lengths[row] for row in rows]
-        self.num_added = [self.num_added[max(row, 0)] for row in rows]
         self.moved = True
 
     def clear(self, rows: Sequence[int]) -> None:
@@ -182,7 +189,8 @@ class MedusaDrafter(TrainedDrafter):
     def _new_head(self) -> nn.Sequential:
         hidden_size = self.settings.hidden_size
         blocks = [ResidualBlock(hidden_size) for _ in range(self.settings.num_blocks)]
-        return nn.Sequential(*blocks, nn.Linear(hidden_size, self.num_tokens, bias=False))
+        output_layer = nn.Linear(hidden_size, self.num_tokens, bias=False)
+        return nn.Sequential(*blocks, output_layer)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -274,37 +282,37 @@ class MedusaDrafter(TrainedDrafter):
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        num_draft_tokens = self._num_draft_tokens(state, request, windows)
-        if not max(num_draft_tokens):
+        windows = self._possible_windows(state, request, windows)
+        if not max(windows):
             return empty_draft(request)
 
-        # With recorded calls, all rounds draft the same number of tokens, and `num_added` is on the
-        # device already.
         inputs = request.calls.inputs
         processors = (self.sampling or sampling).processors
-        num_heads = max(num_draft_tokens)
-        num_added = None
-        key = None
+        key: tuple[str, int] | None = None
         if inputs is not None and not state.moved and not processors:
+            # With recorded calls, all rounds draft the same number of tokens, and `num_added` is on
+            # the device already.
             num_heads = min(request.calls.num_draft_tokens, self.max_draft_tokens)
             num_added = inputs.num_added
             key = ("heads", num_heads)
-        if num_added is None:
+        else:
+            num_heads = max(windows)
             num_added = torch.tensor(state.num_added, device=request.last_two_tokens.device)
 
         def draw_tokens(
-            drawn: DraftSampler, scored: Float[Tensor, "B N D"], num_added: Int[Tensor, "B"]
+            sampler: DraftSampler, scored: Float[Tensor, "B N D"], num_added: Int[Tensor, "B"]
         ) -> None:
             # A failed row has added no tokens; any of its positions will do.
             last_position = scored.shape[1] - 1
             positions = (num_added - 1).clamp(0, last_position)
-            hidden = select(scored, positions[:, None])[:, 0]
+            selected = select(scored, positions[:, None])
+            hidden = selected[:, 0]
             for logits in self.first_logits(num_heads, hidden):
-                drawn.draw(logits)
+                sampler.draw(logits)
 
         outputs = self.run(
             request,
-            num_draft_tokens,
+            windows,
             sampling,
             draw_tokens,
             state.scored,
@@ -312,17 +320,20 @@ class MedusaDrafter(TrainedDrafter):
             key=key,
             vocabulary=self.draft_vocabulary,
         )
-        return make_draft(outputs, num_draft_tokens, request, num_calls=1)
+        return make_draft(outputs, windows, request, num_calls=1)
 
-    def _num_draft_tokens(
+    def _possible_windows(
         self, state: MedusaState, request: DraftRequest, windows: Sequence[int]
     ) -> list[int]:
-        """Tokens to draft for each row: none without a hidden state, and one per head at most."""
-        num_draft_tokens = []
+        """The windows, but 0 for rows without a hidden state, and one token per head at most."""
+        possible_windows = []
         for text, length, window in zip(request.texts, state.lengths, windows, strict=True):
             has_hidden_state = len(text) == length
-            num_draft_tokens.append(min(window, self.max_draft_tokens) if has_hidden_state else 0)
-        return num_draft_tokens
+            if has_hidden_state:
+                possible_windows.append(min(window, self.max_draft_tokens))
+            else:
+                possible_windows.append(0)
+        return possible_windows
 
     @pipelined
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:

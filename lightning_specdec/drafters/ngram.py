@@ -99,9 +99,11 @@ class _NGramIndex:
     def _ngrams(self, text: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
         """Lengths and keys of the n-grams that end before position `end`, shortest first."""
         start = max(end - self.settings.max_ngram, 0)
+        last_tokens = text[start:end]
         key = 0
-        for length, token in enumerate(reversed(text[start:end]), 1):
-            key = key << 32 | token + 1
+        for length, token in enumerate(reversed(last_tokens), start=1):
+            # One more token, as a number above 0, so that n-grams of all lengths differ.
+            key = (key << 32) | (token + 1)
             if length >= self.settings.min_ngram:
                 yield length, key
 
@@ -146,23 +148,27 @@ class NGramDrafter(Drafter):
         for index, text, final_length, window in zip(
             state.rows, request.texts, final_lengths, windows, strict=True
         ):
-            # A row that wants no draft may be vacant, and its text must not be indexed.
-            draft_tokens.append(index.propose(text, final_length, window) if window else ())
+            if window:
+                draft_tokens.append(index.propose(text, final_length, window))
+            else:
+                # Such a row may be vacant, and its text must not be indexed.
+                draft_tokens.append(())
         return draft_tokens
 
     def propose(
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        return certain(self.look_up(state, request, windows), request.last_two_tokens.device)
+        draft_tokens = self.look_up(state, request, windows)
+        return certain(draft_tokens, request.last_two_tokens.device)
 
 
-def certain(found: Sequence[Sequence[int]], device: torch.device) -> Draft:
+def certain(draft_tokens: Sequence[Sequence[int]], device: torch.device) -> Draft:
     """The deterministic draft of these rows of tokens on the host."""
-    lengths = [len(row) for row in found]
+    lengths = [len(row) for row in draft_tokens]
     if min(lengths) == max(lengths):
-        tokens = torch.tensor(found, dtype=torch.long, device=device)
-        return Draft(tokens.view(len(found), lengths[0]))
+        return Draft(torch.tensor(draft_tokens, dtype=torch.long, device=device))
 
     # Tokens and lengths go to the device in one copy.
-    packed, _ = pad([[len(row), *row] for row in found], device)
-    return Draft(packed[:, 1:], packed[:, 0])
+    lengths_and_tokens = [[len(row), *row] for row in draft_tokens]
+    columns, _ = pad(lengths_and_tokens, device)
+    return Draft(columns[:, 1:], columns[:, 0])

@@ -131,17 +131,18 @@ class NGramWithFallback(Drafter):
         if not any(matches):
             return proposed(self.fallback, state.fallback, request, windows, sampling)
 
+        # The fallback drafts for the rows without a match.
         lookup_draft = certain(matches, request.last_two_tokens.device)
-        fallback_windows = [
-            0 if tokens else window for tokens, window in zip(matches, windows, strict=True)
-        ]
+        matched_rows = [row for row, tokens in enumerate(matches) if tokens]
+        fallback_windows = list(windows)
+        for row in matched_rows:
+            fallback_windows[row] = 0
         if not any(fallback_windows):
             return lookup_draft
 
         fallback_draft = proposed(
             self.fallback, state.fallback, request, fallback_windows, sampling
         )
-        matched_rows = [row for row, tokens in enumerate(matches) if tokens]
         for row in matched_rows:
             # The target reads the lookup's tokens there, not what the fallback may have drafted.
             state.fallback.truncate_row(row, len(request.texts[row]))
@@ -200,7 +201,8 @@ def _joined(lookup: Draft, fallback: Draft, exit_states: ExitStates | None) -> D
     probs = fallback.probs
     if probs is not None:
         # The lookup's tokens are deterministic, so their distributions are one-hot.
-        probs = pad(probs, (0, 0, 0, width - fallback_width))
-        one_hot = torch.zeros_like(probs).scatter_(-1, lookup_tokens[..., None], 1.0)
-        probs = torch.where(has_match[:, None, None], one_hot, probs)
+        fallback_probs = pad(probs, (0, 0, 0, width - fallback_width))
+        one_hot = torch.zeros_like(fallback_probs)
+        one_hot.scatter_(-1, lookup_tokens[..., None], 1.0)
+        probs = torch.where(has_match[:, None, None], one_hot, fallback_probs)
     return Draft(tokens, lengths, probs, num_calls=fallback.num_calls, exit_states=exit_states)

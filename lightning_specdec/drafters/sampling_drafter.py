@@ -62,23 +62,29 @@ class DraftSampler:
         position = len(self.tokens)
         if self.sampling.processors:
             logits = self._process(logits, position)
+
         uniform = None if self.uniform is None else self.uniform[position]
         tokens, probs = self.sampling.sample_with_probs(logits, uniform)
         if self.sampling.processors:
+            # The processors see this token before the next one.
             for text, token in zip(self.texts, tokens.tolist(), strict=True):
                 text.append(token)
-
         if probs is not None:
             # A row of NaN draws no token, and the next call needs a valid one to read.
             tokens = tokens.clamp(max=probs.shape[-1] - 1)
-            self.probs.append(probs if vocabulary is None else vocabulary.spread(probs, 0.0))
+
         if vocabulary is not None:
             # The vocabulary ascends, so a number draws the same token from it as from the spread
             # distribution.
             tokens = vocabulary.tokens[tokens]
+            if probs is not None:
+                probs = vocabulary.spread(probs, 0.0)
+
+        self.tokens.append(tokens)
+        if probs is not None:
+            self.probs.append(probs)
         if self.wants_logits:
             self.logits.append(logits)
-        self.tokens.append(tokens)
         return tokens
 
     def _process(self, logits: Float[Tensor, "B V"], position: int) -> Float[Tensor, "B V"]:
@@ -86,7 +92,9 @@ class DraftSampler:
         texts: list[list[int] | None] = []
         for text, window in zip(self.texts, self.windows, strict=True):
             texts.append(text if position < window else None)
-        return self.sampling.process(logits[:, None], texts)[:, 0]
+        # A row has one position here.
+        processed = self.sampling.process(logits[:, None], texts)
+        return processed[:, 0]
 
     @property
     def outputs(self) -> Outputs:
@@ -138,7 +146,7 @@ class SamplingDrafter(Drafter, ABC):
         key: Hashable = None,
         vocabulary: DraftVocabulary | None = None,
     ) -> Outputs:
-        """Run `call(drawn, *inputs)`, which draws the tokens with `DraftSampler.draw`.
+        """Run `call(sampler, *inputs)`, which draws the tokens with `DraftSampler.draw`.
 
         Args:
             windows: draft tokens requested of each row.
@@ -158,23 +166,20 @@ class SamplingDrafter(Drafter, ABC):
         # What is recorded outlives the session, so this function must not refer to the request.
         def draw(uniform: Tensor | None, *inputs: Tensor) -> Outputs:
             uniform_columns = None if uniform is None else uniform.unbind(1)
-            drawn = DraftSampler(
+            sampler = DraftSampler(
                 draft_sampling, uniform_columns, wants_logits, texts, windows, vocabulary
             )
-            result = call(drawn, *inputs)
-            return *drawn.outputs, result
+            result = call(sampler, *inputs)
+            return *sampler.outputs, result
 
         if key is None:
+            # torch's threads would keep OpenVINO's cores busy.
             with one_thread(bool(self.in_openvino)):
                 return draw(request.uniform, *inputs)
-        full_key = (
-            self,
-            len(request.last_two_tokens),
-            draft_sampling,
-            wants_logits,
-            request.vocab_size,
-            key,
-        )
+
+        # Everything that decides what `draw` computes from its tensors.
+        batch_size = len(request.last_two_tokens)
+        full_key = (self, batch_size, draft_sampling, wants_logits, request.vocab_size, key)
         return request.calls.run(full_key, draw, request.uniform, *inputs)
 
     def roll(
@@ -188,17 +193,20 @@ class SamplingDrafter(Drafter, ABC):
         sampling: Sampling,
     ) -> Outputs:
         """Have a model read tokens and draft one by one. Returns `DraftSampler.outputs`."""
-        scores_fewer_tokens = (request.vocab_size or 0) > model.vocab_size
+        vocab_size = request.vocab_size
+        scores_fewer_tokens = vocab_size is not None and vocab_size > model.vocab_size
+        num_draft_tokens = max(windows)
 
-        def call(drawn: DraftSampler) -> None:
+        def call(sampler: DraftSampler) -> None:
             def choose(logits: Float[Tensor, "B V"], i: int) -> Int[Tensor, "B"]:
-                next_tokens = drawn.draw(fit_vocabulary(logits, request.vocab_size))
+                target_logits = fit_vocabulary(logits, vocab_size)
+                next_tokens = sampler.draw(target_logits)
                 if scores_fewer_tokens:
                     # A logits processor may choose a token that only pads the target's output.
                     next_tokens = next_tokens.clamp(max=model.vocab_size - 1)
                 return next_tokens
 
-            model.rollout(tokens, state, max(windows), choose, valid_lengths=valid_lengths)
+            model.rollout(tokens, state, num_draft_tokens, choose, valid_lengths=valid_lengths)
 
         return self.run(request, windows, sampling, call)
 
@@ -216,7 +224,7 @@ class SamplingDrafter(Drafter, ABC):
         """As `roll`, in one recorded call.
 
         Args:
-            tokens: the last tokens of each text, whose positions the device knows; None if rows
+            tokens: the last tokens of each text, whose positions are on the device; None if rows
                 read others.
             num_layers: layers that draft, all when None; their outputs are the fourth one.
             head: computes logits from their output; the model's own when None.
@@ -231,33 +239,39 @@ class SamplingDrafter(Drafter, ABC):
         num_read = tokens.shape[1]
         if not isinstance(state, KVState) or not model.records(state, num_read):
             return None
+
         num_draft_tokens = request.calls.num_draft_tokens
         storage = state.storage
         span = state.recorded_span(num_draft_tokens + num_read)
         vocab_size = request.vocab_size
         compute_logits = head or model.exit_logits
 
-        def call(drawn: DraftSampler, tokens: Tensor, last_positions: Tensor) -> Tensor | None:
+        # As `LanguageModel.rollout`, with positions on the device instead of a state's lengths.
+        def call(sampler: DraftSampler, tokens: Tensor, last_positions: Tensor) -> Tensor | None:
             starts = last_positions - (num_read - 1)
             layer_outputs = []
             for _ in range(num_draft_tokens):
                 readable_tokens = tokens.clamp(max=model.vocab_size - 1)
                 hidden = model.read_at(storage, span, readable_tokens, starts, num_layers)
-                logits = compute_logits(hidden[:, -1:])[:, -1]
-                starts = starts + tokens.shape[1]
-                tokens = drawn.draw(fit_vocabulary(logits, vocab_size))[:, None]
                 layer_outputs.append(hidden)
+
+                last_logits = compute_logits(hidden[:, -1:])
+                target_logits = fit_vocabulary(last_logits[:, -1], vocab_size)
+                next_tokens = sampler.draw(target_logits)
+                starts = starts + tokens.shape[1]
+                tokens = next_tokens[:, None]
+
             if num_layers is None:
                 return None
             return torch.cat(layer_outputs, dim=1)
 
-        key = num_draft_tokens, id(storage), span
+        key = (num_draft_tokens, id(storage), span)
         return self.run(request, (), sampling, call, tokens, inputs.last_positions, key=key)
 
 
 def make_draft(
     outputs: Outputs,
-    wanted: Sequence[int],
+    windows: Sequence[int],
     request: DraftRequest,
     *,
     num_calls: int | None = None,
@@ -266,15 +280,23 @@ def make_draft(
     """The draft from `DraftSampler.outputs`.
 
     Args:
-        wanted: draft tokens of each row that count.
+        windows: draft tokens of each row that count.
         num_calls: forward passes that it took; by default one for each token.
         states: what an early exit has computed.
     """
     tokens, probs, logits = outputs[:3]
     assert tokens is not None
     num_drafted = tokens.shape[1]
-    lengths = request.calls.draft_lengths(wanted, num_drafted, request.last_two_tokens.device)
-    return Draft(tokens, lengths, probs, logits, num_calls or num_drafted, states)
+    device = request.last_two_tokens.device
+    lengths = request.calls.draft_lengths(windows, num_drafted, device)
+    return Draft(
+        tokens,
+        lengths,
+        probs,
+        logits,
+        num_calls=num_calls or num_drafted,
+        exit_states=states,
+    )
 
 
 def limit_draft(draft: Draft, lengths: Int[Tensor, "B"]) -> Draft:
@@ -299,8 +321,10 @@ def limit_draft(draft: Draft, lengths: Int[Tensor, "B"]) -> Draft:
 
 def empty_draft(request: DraftRequest) -> Draft:
     """A draft without tokens."""
+    batch_size = len(request.last_two_tokens)
     device = request.last_two_tokens.device
-    return Draft(torch.empty(len(request.last_two_tokens), 0, dtype=torch.long, device=device))
+    no_tokens = torch.empty(batch_size, 0, dtype=torch.long, device=device)
+    return Draft(no_tokens)
 
 
 def fit_vocabulary(logits: Float[Tensor, "*B W"], vocab_size: int | None) -> Float[Tensor, "*B V"]:
@@ -349,7 +373,7 @@ class TrainedDrafter(SamplingDrafter, ABC):
             )
         hidden_size = self.settings.hidden_size
         vocab_size = self.settings.vocab_size
-        if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
+        if hidden_size != target.hidden_size or vocab_size != target.vocab_size:
             raise ValueError(
                 f"the draft is for a hidden size of {hidden_size} and a vocabulary of "
                 f"{vocab_size}, the target "

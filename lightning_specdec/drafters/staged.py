@@ -58,18 +58,28 @@ class StagedState(JointState):
         self.larger = larger
         self.smaller = smaller
 
-    def begin(self, request: DraftRequest) -> DecodeState:
+    def begin(self, request: DraftRequest, windows: Sequence[int], num_extra: int) -> DecodeState:
         """Truncate to the texts, and return the state that the larger stage reads with.
 
         At least the last token of each text is unread.
+
+        Args:
+            windows: draft tokens that are requested of each row.
+            num_extra: how many tokens more than these the larger stage will read after each text.
         """
         self.commit()
         self.drafted_at = [len(text) for text in request.texts]
         if isinstance(self.larger, ExitState):
             return LowerState(self.larger.whole)
         assert isinstance(self.larger, ModelDraftState)
-        self.larger.begin(request, 1)
+        self.larger.begin(request, 1, windows, num_extra)
         return self.larger.model_state
+
+    def seen_by_larger(self, texts: Sequence[list[int]]) -> list[list[int]]:
+        """The part of each text that the larger stage reads: the end, if its context is short."""
+        if not isinstance(self.larger, ModelDraftState) or not any(self.larger.firsts):
+            return list(texts)
+        return [text[first:] for text, first in zip(texts, self.larger.firsts, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
         self.commit()
@@ -92,15 +102,18 @@ class _StageDraft:
     @property
     def tokens(self) -> list[list[int]]:
         """The draft tokens of each row so far."""
-        return [
-            text[len(request_text) :]
-            for text, request_text in zip(self.texts, self.request.texts, strict=True)
-        ]
+        draft_tokens = []
+        for text, request_text in zip(self.texts, self.request.texts, strict=True):
+            draft_tokens.append(text[len(request_text) :])
+        return draft_tokens
 
     @property
     def num_missing(self) -> list[int]:
-        """How many more tokens each row wants."""
-        return [window - len(row) for window, row in zip(self.windows, self.tokens, strict=True)]
+        """How many more tokens each row needs."""
+        return [
+            window - len(row_tokens)
+            for window, row_tokens in zip(self.windows, self.tokens, strict=True)
+        ]
 
     def uniform(self, num_positions: int) -> Float[Tensor, "B N"] | None:
         """The uniform numbers of each row's next tokens.
@@ -110,8 +123,9 @@ class _StageDraft:
         uniform = self.request.uniform
         if uniform is None:
             return None
-        num_drafted = torch.tensor([[len(row)] for row in self.tokens], device=uniform.device)
-        positions = num_drafted + torch.arange(num_positions, device=uniform.device)
+        num_drafted = [len(row_tokens) for row_tokens in self.tokens]
+        starts = torch.tensor(num_drafted, device=uniform.device)
+        positions = starts[:, None] + torch.arange(num_positions, device=uniform.device)
         last_position = uniform.shape[1] - 1
         return uniform.gather(1, positions.clamp(max=last_position))
 
@@ -133,33 +147,33 @@ class _StageDraft:
         num_missing = self.num_missing
         logits = fit_vocabulary(logits, self.request.vocab_size)
         if self.sampling.processors:
+            # The processors skip rows that want no more tokens.
             unfinished_texts = [
                 text if count else None for text, count in zip(self.texts, num_missing, strict=True)
             ]
             logits = self.sampling.process(
                 logits, unfinished_texts, smaller_tokens, stop_at_impossible=True
             )
-        num_positions = logits.shape[1]
+
+        _, num_positions, vocab_size = logits.shape
         tokens, probs = self.sampling.sample_with_probs(logits, self.uniform(num_positions))
         # Logits that are NaN yield a token outside the vocabulary, which no model can read.
-        larger_tokens = tokens.clamp(max=logits.shape[-1] - 1).tolist()
+        larger_tokens = tokens.clamp(max=vocab_size - 1).tolist()
 
         num_agreed = []
-        for row, (larger_row, smaller_row) in enumerate(
-            zip(larger_tokens, smaller_tokens, strict=True)
-        ):
-            num_equal = 0
-            while num_equal < len(smaller_row) and larger_row[num_equal] == smaller_row[num_equal]:
-                num_equal += 1
+        for row, smaller_row in enumerate(smaller_tokens):
+            larger_row = larger_tokens[row]
+            num_equal = _num_equal(smaller_row, larger_row)
             num_agreed.append(num_equal)
+            if not num_missing[row]:
+                continue
 
-            if num_missing[row]:
-                num_drawn = num_equal + 1
-                self.texts[row] += larger_row[:num_drawn]
-                if probs is not None:
-                    self.probs[row].append(probs[row, :num_drawn])
-                if self.request.wants_logits:
-                    self.logits[row].append(logits[row, :num_drawn])
+            num_drawn = num_equal + 1
+            self.texts[row] += larger_row[:num_drawn]
+            if probs is not None:
+                self.probs[row].append(probs[row, :num_drawn])
+            if self.request.wants_logits:
+                self.logits[row].append(logits[row, :num_drawn])
         return num_agreed
 
     def finish(self, num_calls: int) -> Draft:
@@ -169,6 +183,14 @@ class _StageDraft:
         if row_lengths is not None:
             lengths = torch.tensor(row_lengths, device=tokens.device)
         return Draft(tokens, lengths, _joined(self.probs), _joined(self.logits), num_calls)
+
+
+def _num_equal(draft_tokens: Sequence[int], drawn_tokens: Sequence[int]) -> int:
+    """How many draft tokens equal those drawn at their positions, up to the first that differs."""
+    for i, token in enumerate(draft_tokens):
+        if token != drawn_tokens[i]:
+            return i
+    return len(draft_tokens)
 
 
 def _joined(parts_by_row: list[list[Tensor]]) -> Float[Tensor, "B K V"] | None:
@@ -217,8 +239,8 @@ class StagedDrafter(Drafter):
 
     @property
     def max_positions(self) -> int | None:
-        limits = [stage.max_positions for stage in self.stages]
-        return min((limit for limit in limits if limit is not None), default=None)
+        limits = [stage.max_positions for stage in self.stages if stage.max_positions is not None]
+        return min(limits, default=None)
 
     def check_target(self, target: LanguageModel) -> None:
         for stage in self.stages:
@@ -241,7 +263,7 @@ class StagedDrafter(Drafter):
     def init_state(
         self, batch_size: int, max_length: int, context: TargetContext | None = None
     ) -> StagedState:
-        # The stages read whole windows, also where a row wants fewer tokens.
+        # The stages read whole windows, also where a row needs fewer tokens.
         max_length += self.window
         larger = self.larger.init_state(batch_size, max_length, context)
         smaller = self.smaller.init_state(batch_size, max_length, context)
@@ -250,7 +272,7 @@ class StagedDrafter(Drafter):
     def propose(
         self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
-        larger_state = state.begin(request)
+        larger_state = state.begin(request, windows, self.window)
         stage_draft = _StageDraft(request, windows, self.larger.sampling or sampling)
         if isinstance(larger_state, LowerState):
             model = state.larger.model
@@ -288,11 +310,13 @@ class StagedDrafter(Drafter):
         windows = [min(self.window, max(count - 1, 0)) for count in stage_draft.num_missing]
         draft = self._smaller_draft(state, stage_draft, model, windows)
 
-        unread = [
-            text[num_read:]
-            for text, num_read in zip(stage_draft.texts, larger_state.consumed, strict=True)
-        ]
-        tokens, valid_lengths, positions = with_draft_tokens(*pad(unread, device), draft.tokens)
+        # The larger stage reads what it has not read, and the draft.
+        unread = []
+        texts = state.seen_by_larger(stage_draft.texts)
+        for text, num_read in zip(texts, larger_state.consumed, strict=True):
+            unread.append(text[num_read:])
+        unread_tokens, lengths = pad(unread, device)
+        tokens, valid_lengths, positions = with_draft_tokens(unread_tokens, lengths, draft.tokens)
         # The target may have tokens that only pad its output.
         tokens = tokens.clamp(max=model.vocab_size - 1)
         output = model(tokens, larger_state, valid_lengths=valid_lengths, logits_for=positions)
@@ -301,12 +325,11 @@ class StagedDrafter(Drafter):
         self.smaller.observe(state.smaller, output, num_agreed)
 
         # The last token was drawn from the larger stage's logits and is unread.
-        larger_state.truncate(
-            [
-                min(num_read, len(text) - 1)
-                for num_read, text in zip(larger_state.consumed, stage_draft.texts, strict=True)
-            ]
-        )
+        final_lengths = []
+        texts = state.seen_by_larger(stage_draft.texts)
+        for text, num_read in zip(texts, larger_state.consumed, strict=True):
+            final_lengths.append(min(num_read, len(text) - 1))
+        larger_state.truncate(final_lengths)
 
     def _smaller_draft(
         self,
@@ -320,11 +343,14 @@ class StagedDrafter(Drafter):
         num_draft_tokens = max(windows)
         if num_draft_tokens == 0:
             return empty_draft(request)
+
+        texts = stage_draft.texts
         smaller_request = DraftRequest(
-            stage_draft.texts,
-            last_two_tokens_of(stage_draft.texts, request.last_two_tokens.device),
+            texts,
+            last_two_tokens_of(texts, request.last_two_tokens.device),
             stage_draft.uniform(num_draft_tokens),
             vocab_size=request.vocab_size or model.vocab_size,
+            # The larger stage's tokens so far are a draft too.
             committed=request.committed or [len(text) for text in request.texts],
         )
         return proposed(self.smaller, state.smaller, smaller_request, windows, stage_draft.sampling)
@@ -363,8 +389,10 @@ def _tokens_of(draft: Draft, windows: Sequence[int]) -> list[list[int]]:
     if lengths is None:
         lengths = torch.tensor(windows, device=draft.tokens.device)
     # Lengths and tokens are read in one copy.
-    lengths_and_tokens = torch.cat((lengths[:, None], draft.tokens), dim=1).tolist()
-    return [
-        tokens[: min(window, length)]
-        for (length, *tokens), window in zip(lengths_and_tokens, windows, strict=True)
-    ]
+    lengths_and_tokens = torch.cat((lengths[:, None], draft.tokens), dim=1)
+
+    rows = []
+    for (length, *tokens), window in zip(lengths_and_tokens.tolist(), windows, strict=True):
+        num_tokens = min(window, length)
+        rows.append(tokens[:num_tokens])
+    return rows

@@ -124,7 +124,7 @@ def is_quantized(model: LanguageModel) -> bool:
 
 
 def compute_dtype(model: LanguageModel) -> torch.dtype:
-    """What a model computes in: as its backend says, else the coarsest dtype of its weights.
+    """The dtype that a model computes in: its backend's, or else the coarsest of its weights.
 
     Weights in eight bits do not count: no layer of torch computes in their dtype.
     """
@@ -180,8 +180,9 @@ def _from_values(values: dict[str, Any]) -> Agreement:
 
 @torch.inference_mode()
 def measure(model: LanguageModel, plans: Sequence[ReadingPlan] = PLANS) -> Agreement:
-    """Compare the logits of one text between several ways to read it; 15 calls on a few tokens
-    each.
+    """Compare the logits of one text between several ways to read it.
+
+    With the default plans, these are 15 calls on a few tokens each.
 
     Args:
         model: in the form that decodes.
@@ -192,27 +193,30 @@ def measure(model: LanguageModel, plans: Sequence[ReadingPlan] = PLANS) -> Agree
     text_length = PROMPT_LENGTH + NUM_COMPARED
     text = torch.arange(text_length, device=model.device)[None] * 7919 % model.vocab_size
 
+    tolerance = TOLERANCES[compute_dtype(model)]
     whole_text = ReadingPlan("the whole text", 1, (text_length,))
     reference = _read(model, text, whole_text)
     finite_logits = reference[reference.isfinite()]
     if finite_logits.numel() == 0:
-        return Agreement(math.nan, TOLERANCES[compute_dtype(model)], whole_text.name)
+        # NaN is within no tolerance, so such a model never agrees.
+        return Agreement(math.nan, tolerance, whole_text.name)
     logits_range = float(finite_logits.max() - finite_logits.min())
 
     largest_difference = 0.0
-    largest_name = plans[0].name
+    worst_plan = plans[0]
     for plan in plans:
         logits = _read(model, text, plan)
-        compared = reference[:, : logits.shape[1]]
+        # A plan may end before the text does.
+        expected = reference[:, : logits.shape[1]]
         # Equal infinities, as of tokens that a model never writes, do not differ.
-        distances = torch.where(logits == compared, 0.0, (logits - compared).abs())
+        distances = torch.where(logits == expected, 0.0, (logits - expected).abs())
         difference = float(distances.max()) / max(logits_range, 1e-30)
         # `not <=` also catches NaN.
         if not difference <= largest_difference:
             largest_difference = difference
-            largest_name = plan.name
+            worst_plan = plan
 
-    return Agreement(largest_difference, TOLERANCES[compute_dtype(model)], largest_name)
+    return Agreement(largest_difference, tolerance, worst_plan.name)
 
 
 def _read(model: LanguageModel, text: Tensor, plan: ReadingPlan) -> Float[Tensor, "B N V"]:

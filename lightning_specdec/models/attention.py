@@ -27,8 +27,12 @@ NAME = "lightning_specdec"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 """Families with two-sided attention. As decoders, some of them do not count positions from 0."""
+_READ_WHOLE_TEXTS = ("cpmant",)
+"""Families that take the whole text in every call, although they have a cache."""
+_SCALED_KINDS = ("linear", "yarn", "llama3")
+"""Rotary scalings that compute the same function of the positions for texts of any length."""
 _OWN_MASKS = ("doge", "gpt_neo")
-"""Families whose layers apply a mask of their own besides the one that is passed."""
+"""Families whose layers apply another mask in addition to the one that is passed."""
 
 
 class StateCache(Cache):
@@ -104,17 +108,19 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def attention_windows(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int | None]:
     """The kinds of attention layers of a model with their windows in tokens; None is unlimited.
 
+    Empty for a model that `needs_row_caches`.
+
     Raises:
-        ValueError: the model is not a decoder, its state cannot be truncated, or it does not accept
-            positions.
+        ValueError: the model is not a decoder, or has no cache.
     """
-    layer_kinds = _layer_kinds(config)
-    reason = _reason_to_refuse(model, config, layer_kinds)
+    reason = _reason_to_refuse(model, config)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} {reason}")
 
     windows: dict[str, int | None] = {}
-    for kind in layer_kinds:
+    if needs_row_caches(model, config):
+        return windows
+    for kind in _layer_kinds(config):
         windows[kind] = getattr(config, "sliding_window", None) if kind == _SLIDING else None
     return windows
 
@@ -134,36 +140,43 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     return [_FULL]
 
 
-def _reason_to_refuse(
-    model: PreTrainedModel, config: PreTrainedConfig, layer_kinds: list[str]
-) -> str | None:
+def needs_row_caches(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """Whether a model is decoded one row at a time, over caches that transformers makes for it.
+
+    These are models with recurrent layers, with sparse or chunked attention, with masks that depend
+    on the shape of the cache, and those that accept no positions.
+    """
+    layer_kinds = _layer_kinds(config)
+    if not {*layer_kinds} <= {_FULL, _SLIDING}:
+        return True
+
+    # Some classes have recurrent layers only if the config lists them.
+    lists_layers = getattr(config, "layer_types", None) is not None
+    if getattr(model, "_is_stateful", False) and not lists_layers:
+        return True
+    if getattr(config, "alibi", False) or config.model_type in _OWN_MASKS:
+        return True
+    return "position_ids" not in inspect.signature(type(model).forward).parameters
+
+
+def _reason_to_refuse(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     """Why a model cannot be decoded, as the rest of a sentence; None if it can."""
     bidirectional = getattr(config, "use_bidirectional_attention", None)
     is_two_sided = config.model_type in _ENCODERS or bidirectional in (True, "all")
     if config.is_encoder_decoder or is_two_sided or model.get_output_embeddings() is None:
         return "is not a causal language model: use a decoder-only one"
 
-    recurrent_kinds = sorted({*layer_kinds} - {_FULL, _SLIDING})
-    if recurrent_kinds or getattr(model, "_is_stateful", False):
-        layers = ", ".join(recurrent_kinds) or "recurrent"
-        return (
-            f"has {layers} layers, whose state cannot be truncated: speculative decoding needs "
-            "attention layers"
-        )
-
     # The class counts: a user may have replaced the function of this one model.
     forward = type(model).forward
-    has_own_masks = getattr(config, "alibi", False) or config.model_type in _OWN_MASKS
-    if has_own_masks or "position_ids" not in inspect.signature(forward).parameters:
-        return (
-            "accepts no masks or position_ids, so that rows of different lengths cannot share a "
-            "call: use another model"
-        )
-    if cache_name(forward) is None and cache_name(type(model.base_model).forward) is None:
+    has_cache = cache_name(forward) or cache_name(type(model.base_model).forward)
+    if has_cache is None and "state" not in inspect.signature(forward).parameters:
         return "keeps no key-value cache, which speculative decoding needs: use another model"
+    if config.model_type in _READ_WHOLE_TEXTS:
+        return "reads the whole text in every call: use another model"
 
     implementation = model.config._attn_implementation
-    if implementation not in ("eager", "sdpa", NAME):
+    is_masked_by_us = not needs_row_caches(model, config)
+    if is_masked_by_us and implementation not in ("eager", "sdpa", NAME):
         return (
             f"runs on {implementation}, which does not accept the masks of decoding: load it with "
             'attn_implementation="sdpa"'
@@ -174,13 +187,24 @@ def _reason_to_refuse(
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Largest number of tokens of a text; None if unlimited.
 
-    Rotary scalings that change with the length of the text stay below the change.
+    Rotary scalings that change with the length of the text stay below the change. The others count
+    with the scaled length, also if the config states the original one.
     """
-    scaling = getattr(config, "rope_parameters", None)
-    if isinstance(scaling, Mapping) and scaling.get("rope_type") in ("longrope", "dynamic"):
-        original_length = scaling.get("original_max_position_embeddings")
-        if original_length is not None:
-            return int(original_length)
-
     max_length = getattr(config, "max_position_embeddings", None)
-    return None if max_length is None else int(max_length)
+    scaling = getattr(config, "rope_parameters", None)
+    if not isinstance(scaling, Mapping):
+        return None if max_length is None else int(max_length)
+
+    kind = scaling.get("rope_type")
+    original_length = scaling.get("original_max_position_embeddings")
+    if kind in ("longrope", "dynamic") and original_length is not None:
+        return int(original_length)
+
+    if max_length is None:
+        return None
+    factor = scaling.get("factor")
+    # A config that states another original length has the scaled length as its own.
+    is_original = original_length in (None, max_length)
+    if kind in _SCALED_KINDS and factor is not None and is_original:
+        return max(int(max_length), int(max_length * factor))
+    return int(max_length)

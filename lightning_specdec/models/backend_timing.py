@@ -18,6 +18,7 @@ import torch
 from lightning_specdec import __version__
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.models.model_config import FOREIGN, first_line
+from lightning_specdec.models.state import DecodeState
 from lightning_specdec.models.weights import weights_digest
 
 if TYPE_CHECKING:
@@ -44,17 +45,22 @@ def faster_backend(model: HuggingFaceLM) -> str:
             "comparing OpenVINO with torch, once for this model, type and machine: about a minute"
         )
         try:
-            seconds = call_seconds({"torch": model.packed(), "openvino": OpenVINOLM.of(model)})
+            models = {"torch": model.packed(), "openvino": OpenVINOLM.of(model)}
+            seconds = call_seconds(models)
         except (OSError, *FOREIGN) as error:
             log.warning("%s: using torch", first_line(error))
             return "torch"
+
         # Without a cache directory, the next start measures again.
         with suppress(OSError), replaced(path) as file:
             file.write(json.dumps(seconds).encode())
-    return min(seconds, key=seconds.__getitem__)
+
+    is_openvino_faster = seconds["openvino"] < seconds["torch"]
+    return "openvino" if is_openvino_faster else "torch"
 
 
 def _cache_path(model: HuggingFaceLM) -> Path:
+    """The file for this model, with these versions, on this machine."""
     versions = (torch.__version__, metadata.version("openvino"), __version__)
     machine = (
         torch.backends.cpu.get_cpu_capability(),
@@ -62,7 +68,8 @@ def _cache_path(model: HuggingFaceLM) -> Path:
         torch.get_num_threads(),
     )
     key = repr((weights_digest(model), model.dtype, versions, machine))
-    return cache_home() / f"backend-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    key_hash = hashlib.sha256(key.encode()).hexdigest()
+    return cache_home() / f"backend-{key_hash[:24]}.json"
 
 
 def _read(path: Path) -> dict[str, float] | None:
@@ -81,17 +88,23 @@ def call_seconds(models: dict[str, HuggingFaceLM], *, repeats: int = 7) -> dict[
     The models take turns, so that a slow moment of the machine affects all of them.
     """
     vocab_size = min(model.vocab_size for model in models.values())
-    tokens = torch.arange(_PROMPT_LENGTH)[None] % vocab_size
-    states = {name: model.init_state(1, 2 * _PROMPT_LENGTH) for name, model in models.items()}
+    prompt = torch.arange(_PROMPT_LENGTH)[None] % vocab_size
+    states: dict[str, DecodeState] = {}
     for name, model in models.items():
-        model(tokens, states[name], logits_for=slice(-1, None))
+        states[name] = model.init_state(1, 2 * _PROMPT_LENGTH)
+        model(prompt, states[name], logits_for=slice(-1, None))
 
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(_NUM_WARMUP_CALLS + repeats):
         for name, model in models.items():
             started = time.perf_counter()
             for num_tokens in (1, 8):
-                model(tokens[:, :num_tokens], states[name])
+                next_tokens = prompt[:, :num_tokens]
+                model(next_tokens, states[name])
                 states[name].truncate([_PROMPT_LENGTH])
             seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(times[_NUM_WARMUP_CALLS:]) for name, times in seconds.items()}
+
+    medians: dict[str, float] = {}
+    for name, model_seconds in seconds.items():
+        medians[name] = statistics.median(model_seconds[_NUM_WARMUP_CALLS:])
+    return medians

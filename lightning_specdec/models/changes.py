@@ -26,6 +26,7 @@ _HOOK_TABLES = {
 _INTERNAL_HOOK_MODULES = (
     "transformers.utils.output_capturing",
     "lightning_specdec.models.huggingface",
+    "lightning_specdec.models.row_cache",
 )
 _INTERNAL_NAMES = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of weights, submodules and hooks, its mode."""
@@ -104,6 +105,7 @@ def _replaced_functions() -> Iterator[tuple[str, Any]]:
 
 
 def _code_of(path: str, module: nn.Module) -> Iterator[UserCode]:
+    """The code of users in one module, without its children."""
     attributes = vars(module)
     for table, kind in _HOOK_TABLES.items():
         for hook in attributes[table].values():
@@ -152,11 +154,18 @@ def compiled_part(model: nn.Module) -> str | None:
 
 
 def check_in_memory(model: nn.Module) -> None:
-    """Raise ValueError if a model's weights are not in memory, so that torch cannot compute."""
+    """Raise ValueError if a model's weights are not all in the memory of one device."""
+    name = type(getattr(model, "model", model)).__name__
+    # accelerate keeps what it offloads on the meta device.
     if any(weight.is_meta for weight in model.parameters()):
-        name = type(getattr(model, "model", model)).__name__
         raise ValueError(
             f"{name} has weights on the meta device or on disk: load it without offload"
+        )
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"{name} is spread over {' and '.join(devices)}: load it on one device, as with "
+            'device_map="cuda:0"'
         )
 
 
@@ -215,14 +224,16 @@ class ModelStamp:
         for name, child in module._modules.items():
             self._values.append(name)
             self._values.append(None if child is None else id(child))
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                self._values.append(name)
-                if tensor is not None:
-                    is_buffer = tensors is module._buffers
-                    self._add_weight(tensor, count_writes=is_buffer or self._count_writes)
+        self._add_weights(module._parameters, count_writes=self._count_writes)
+        self._add_weights(module._buffers, count_writes=True)
         self._add_hooks(vars(module))
         self._add_attributes(module)
+
+    def _add_weights(self, tensors: Mapping[str, Tensor | None], *, count_writes: bool) -> None:
+        for name, tensor in tensors.items():
+            self._values.append(name)
+            if tensor is not None:
+                self._add_weight(tensor, count_writes)
 
     def _add_class(self, module_class: type) -> None:
         """The class and its function, which may be replaced for all objects at once."""
@@ -290,17 +301,23 @@ class ModelStamp:
             self._values.append(len(value))
             for item in value:
                 self._add_value(item, depth + 1)
+        elif isinstance(value, functools.partial):
+            self._add_identity(value)
+            self._add_value(value.func, depth + 1)
+            self._add_value(value.args, depth + 1)
+            self._add_value(value.keywords, depth + 1)
         else:
             self._add_identity(value)
-            if isinstance(value, functools.partial):
-                self._add_value(value.func, depth + 1)
-                self._add_value(value.args, depth + 1)
-                self._add_value(value.keywords, depth + 1)
-            elif not isinstance(value, type | nn.Module) and not _is_function(value):
-                for name, item in getattr(value, "__dict__", {}).items():
-                    if name not in _IRRELEVANT_NAMES:
-                        self._values.append(name)
-                        self._add_value(item, depth + 1)
+            self._add_attribute_values(value, depth)
+
+    def _add_attribute_values(self, value: Any, depth: int) -> None:
+        # Classes and functions count by their identity. Modules are described by `_add_module`.
+        if isinstance(value, type | nn.Module) or _is_function(value):
+            return
+        for name, item in getattr(value, "__dict__", {}).items():
+            if name not in _IRRELEVANT_NAMES:
+                self._values.append(name)
+                self._add_value(item, depth + 1)
 
 
 def _is_function(value: Any) -> bool:
@@ -318,10 +335,13 @@ def copied_weights(original: nn.Module, form: nn.Module) -> list[Tensor]:
     weights: dict[int, Tensor] = {}
     for module in original.modules():
         # An embedding is read in place. If an output head is tied to it, the head counts.
-        if type(module) is not nn.Embedding:
-            for weight in module._parameters.values():
-                if weight is not None:
-                    weights[id(weight)] = weight
-    if weights.keys() <= shared_ids:
+        if type(module) is nn.Embedding:
+            continue
+        for weight in module._parameters.values():
+            if weight is not None:
+                weights[id(weight)] = weight
+
+    shares_all_weights = weights.keys() <= shared_ids
+    if shares_all_weights:
         return []
     return list(weights.values())

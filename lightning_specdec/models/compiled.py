@@ -43,9 +43,13 @@ class _LayerCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        # Indices around a slice put the rows and positions first: `[B, T, H, E]`.
         self.keys[self.rows, :, self.positions] = key_states.transpose(1, 2)
         self.values[self.rows, :, self.positions] = value_states.transpose(1, 2)
-        return self.keys[:, :, : self.span], self.values[:, :, : self.span]
+
+        attended_keys = self.keys[:, :, : self.span]
+        attended_values = self.values[:, :, : self.span]
+        return attended_keys, attended_values
 
 
 class _JoinedLinear(nn.Module):
@@ -73,7 +77,8 @@ class _JoinedLinear(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         has_several_tokens = inputs.numel() > inputs.shape[-1]
         if torch.compiler.is_compiling() and has_several_tokens:
-            return nn.functional.linear(inputs, self.joined)[..., self.start : self.end]
+            joined_outputs = nn.functional.linear(inputs, self.joined)
+            return joined_outputs[..., self.start : self.end]
         return nn.functional.linear(inputs, self.weight)
 
 
@@ -85,8 +90,9 @@ def join_linears(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for names in _JOINED:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
-            if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
+            if not all(_can_join(layer) for layer in layers):
                 continue
+
             joined = torch.cat([layer.weight.data for layer in layers])
             start = 0
             for name, layer in zip(names, layers, strict=True):
@@ -94,17 +100,36 @@ def join_linears(model: nn.Module) -> None:
                 start += layer.out_features
 
 
+def _can_join(layer: nn.Module | None) -> bool:
+    return type(layer) is nn.Linear and layer.bias is None
+
+
 @cache
 def _options(backend: str, one_token: bool) -> dict[str, Any] | None:
     """The compiler's options.
 
-    They are one object for all layers, since layers with equal options share what is compiled. A
-    pass merges equal computations in a graph, which torch does for training only. With one token,
-    products become sums over the weights in tuned kernels, which a GPU reads faster.
+    They are one object for all layers, since layers with equal options share what is compiled. With
+    one token, products become sums over the weights in tuned kernels, which a GPU reads faster.
     """
     if backend != "inductor":
         return None
     from torch._inductor import config
+
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": _merging_pass()}
+    if one_token:
+        options["coordinate_descent_tuning"] = True
+        # Programmatic dependent launch: a kernel starts while the one before it ends.
+        if hasattr(config.triton, "enable_pdl"):
+            options["triton.enable_pdl"] = True
+    return options
+
+
+def _merging_pass() -> Any:
+    """A pass that merges equal computations in a graph, which torch does for training only.
+
+    `_JoinedLinear` relies on it: of the equal joined products one is left.
+    """
+    # Importing torch's compiler takes long, so it is imported only where layers are compiled.
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     aten = torch.ops.aten
@@ -113,26 +138,20 @@ def _options(backend: str, one_token: bool) -> dict[str, Any] | None:
 
     class MergeEqual(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            nodes: dict[str, torch.fx.Node] = {}
+            first_nodes: dict[str, torch.fx.Node] = {}
             for node in list(graph.nodes):
                 if node.op != "call_function" or node.target not in mergeable:
                     continue
-                key = f"{node.target} {node.args} {node.kwargs}"
-                equal_node = nodes.setdefault(key, node)
-                if equal_node is not node:
-                    node.replace_all_uses_with(equal_node)
+                computation = f"{node.target} {node.args} {node.kwargs}"
+                first_node = first_nodes.setdefault(computation, node)
+                if first_node is not node:
+                    node.replace_all_uses_with(first_node)
                     graph.erase_node(node)
 
         def uuid(self) -> str:
             return "lightning_specdec.merge_equal.1"
 
-    options: dict[str, Any] = {"post_grad_custom_pre_pass": MergeEqual()}
-    if one_token:
-        options["coordinate_descent_tuning"] = True
-        # Programmatic dependent launch: a kernel starts while the one before it ends.
-        if hasattr(config.triton, "enable_pdl"):
-            options["triton.enable_pdl"] = True
-    return options
+    return MergeEqual()
 
 
 def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
@@ -169,18 +188,20 @@ def compile_layers(model: HuggingFaceLM, *, backend: str = "inductor") -> float:
 
 def _dispatch(layer_index: int, plain: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """A layer's forward pass: compiled in a recorded call, else the plain function."""
-    compiled_for_one = torch.compile(
-        plain, dynamic=False, backend=backend, options=_options(backend, True)
-    )
-    compiled_for_several = torch.compile(
-        plain, dynamic=False, backend=backend, options=_options(backend, False)
-    )
+
+    def compiled_for(*, one_token: bool) -> Callable[..., Any]:
+        options = _options(backend, one_token)
+        return torch.compile(plain, dynamic=False, backend=backend, options=options)
+
+    compiled_for_one = compiled_for(one_token=True)
+    compiled_for_several = compiled_for(one_token=False)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         state_cache = _find_cache(args, kwargs)
         if state_cache is None or not state_cache.recorded:
             return plain(*args, **kwargs)
 
+        # The layer reads its part of the cache in place of the whole one.
         storage = state_cache.storage
         slots = state_cache.slots
         positions = slots.positions.clamp(max=storage.num_slots - 1)
@@ -191,6 +212,7 @@ def _dispatch(layer_index: int, plain: Callable[..., Any], backend: str) -> Call
         for name, value in kwargs.items():
             if value is state_cache:
                 kwargs[name] = layer_cache
+
         hidden = args[0]
         has_one_token = hidden.numel() == hidden.shape[-1]
         compiled = compiled_for_one if has_one_token else compiled_for_several

@@ -17,16 +17,17 @@ Outputs = tuple[Tensor | None, ...]
 Call = Callable[..., Outputs]
 
 MOST_TOKENS = 32
-"""Largest number of tokens of each row in a recorded call.
-
-Prompts are longer and come in any length.
-"""
-
+"""Largest number of tokens of each row in a recorded call. Prompts are longer and come in any
+length."""
 SPAN_STEP = 256
-"""Recorded calls attend over this number of slots, or twice, four times, ...
+"""Recorded calls attend over this number of slots, or 2, 4, 8, ... times as many, so that few are
+recorded."""
 
-as many, so that few are recorded.
-"""
+
+NO_TENSOR = "none"
+FIXED = "fixed"
+COPIED = "copied"
+"""The kinds of a recorded call's inputs: absent, read in place, copied before each run."""
 
 
 class GraphCache:
@@ -53,7 +54,7 @@ class GraphCache:
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that stays in place: the same one for the same arguments, zero at first."""
-        key = name, tuple(shape), dtype
+        key = (name, tuple(shape), dtype)
         if key not in self._buffers:
             buffer = torch.zeros(*shape, dtype=dtype, device=self.device)
             self._fix(buffer)
@@ -69,12 +70,15 @@ class GraphCache:
         layouts = tuple(self._layout(tensor) for tensor in inputs)
         recording = self._recordings.get((key, layouts))
         if recording is None:
-            copied = [i for i, layout in enumerate(layouts) if layout[0] == "copied"]
+            copied = [i for i, (kind, *_) in enumerate(layouts) if kind == COPIED]
             recording = _Recording(call, inputs, copied)
             self._recordings[key, layouts] = recording
+
+            # Other calls may read these tensors where they are.
             for tensor in (*recording.inputs, *recording.outputs):
                 if tensor is not None:
                     self._fix(tensor)
+
         if self._has_run(recording):
             return recording.outputs
         return recording.replay(inputs)
@@ -128,7 +132,8 @@ class GraphCache:
         if self._round is None:
             return False
         if self._repeated is not None:
-            if self._round[self._repeated : self._repeated + 1] == [item]:
+            is_expected = self._repeated < len(self._round) and self._round[self._repeated] == item
+            if is_expected:
                 self._repeated += 1
                 return True
             # From here on the round differs from the repeated one.
@@ -144,10 +149,14 @@ class GraphCache:
     def _layout(self, tensor: Tensor | None) -> tuple[Any, ...]:
         """What a recording depends on: an input's shape, and its address if it stays in place."""
         if tensor is None:
-            return ("none",)
-        if not tensor.numel() or tensor.untyped_storage().data_ptr() in self._fixed_addresses:
-            return "fixed", tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-        return "copied", tensor.shape, tensor.dtype
+            return (NO_TENSOR,)
+        # An empty tensor has nothing to copy.
+        stays_in_place = (
+            not tensor.numel() or tensor.untyped_storage().data_ptr() in self._fixed_addresses
+        )
+        if stays_in_place:
+            return (FIXED, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        return (COPIED, tensor.shape, tensor.dtype)
 
 
 class _Recording:
@@ -198,9 +207,11 @@ class _Recording:
         """Run again. `inputs` may be empty if none is copied."""
         for i in self.copied:
             self.inputs[i].copy_(inputs[i])  # type: ignore[union-attr,arg-type]
+
         if self._graph is not None:
             self._graph.replay()
             return self.outputs
+
         results = self._call(*self.inputs)
         for output, result in zip(self.outputs, results, strict=True):
             if output is not None and result is not None:

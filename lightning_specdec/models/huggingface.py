@@ -31,6 +31,7 @@ from lightning_specdec.models.changes import (
 from lightning_specdec.models.graphs import MOST_TOKENS, Outputs
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, to_config, to_values
 from lightning_specdec.models.packed import PackedLinear, pack_linears
+from lightning_specdec.models.snapshot_state import SnapshotState
 from lightning_specdec.models.state import (
     DecodeState,
     KVState,
@@ -47,8 +48,14 @@ with quiet():
     from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
     from lightning_specdec.models import attention
-    from lightning_specdec.models.attention import StateCache, attention_windows, max_positions
+    from lightning_specdec.models.attention import (
+        StateCache,
+        attention_windows,
+        max_positions,
+        needs_row_caches,
+    )
     from lightning_specdec.models.layers import Entered, LayerStack, accepts, additive, cache_name
+    from lightning_specdec.models.row_cache import RowReader
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -76,6 +83,9 @@ class HuggingFaceLM(LanguageModel):
     and a cache that writes at these positions. So rows of different lengths share a call. Every
     architecture that accepts the three works unchanged.
 
+    Recurrent and hybrid models do not, nor do those with masks of their own: they run over a
+    `SnapshotState`, row by row.
+
     A call runs the model's parts one by one (embedding, layers, final norm, output head) if that
     computes the same. It runs the model's own forward pass if it does not, and always if a user has
     added code to the model, such as hooks.
@@ -90,8 +100,7 @@ class HuggingFaceLM(LanguageModel):
             one with fewer copies.
 
     Raises:
-        ValueError: the model is not a decoder, its state cannot be truncated (recurrent or
-            linear-attention layers), or it does not accept positions.
+        ValueError: the model is not a decoder, or has no cache.
     """
 
     Settings = HuggingFaceSettings
@@ -108,6 +117,8 @@ class HuggingFaceLM(LanguageModel):
         self.model = _as_model(model, vocab_size)
         self._parts: LayerStack | str | None = None
         self._pool: StoragePool | None = None
+        self._row_reader: RowReader | None = None
+        """Reads each row with a cache of its own, if the model needs that."""
         self._user_code: list[UserCode] = []
         """What `refresh` has checked last."""
         self._code_of_parts: list[UserCode] = []
@@ -137,6 +148,12 @@ class HuggingFaceLM(LanguageModel):
         self.config = self.model.config.get_text_config(decoder=True)
         self.windows = attention_windows(self.model, self.config)
         self.max_positions = max_positions(self.config)
+        if not needs_row_caches(self.model, self.config):
+            self._row_reader = None
+        elif self._row_reader is None:
+            self._row_reader = RowReader(self.model, self.config)
+        else:
+            self._row_reader.config = self.config
 
         head = self.model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or self.config.vocab_size)
@@ -145,6 +162,9 @@ class HuggingFaceLM(LanguageModel):
             self.hidden_size = getattr(self.config, "hidden_size", None)
 
     def _replace_attention(self) -> None:
+        # A model with masks of its own may test the name of its attention.
+        if self._row_reader is not None:
+            return
         if self.model.config._attn_implementation == "sdpa":
             self.model.set_attn_implementation(attention.NAME)
 
@@ -213,11 +233,18 @@ class HuggingFaceLM(LanguageModel):
     def _same_in_pieces(self) -> bool:
         """Whether calls on pieces of a text give the logits of one call on two equal rows of it."""
         tokens = torch.arange(sum(_PIECES), device=self.device)[None] % self.vocab_size
-        state = KVState(1, tokens.shape[1], device=self.device)
+        state: SnapshotState | KVState
+        if self._row_reader is not None:
+            state = self._row_state(self._row_reader, 1)
+        else:
+            state = KVState(1, tokens.shape[1], device=self.device)
         piece_logits = []
         with _in_eval_mode(self.model):
             whole_logits = self._whole(tokens.expand(2, -1), None, None, ()).logits
             for piece in tokens.split(_PIECES, dim=1):
+                if isinstance(state, SnapshotState):
+                    piece_logits.append(self._read_rows(piece, state, None, None, ()).logits)
+                    continue
                 piece_logits.append(self._whole(piece, state, None, ()).logits)
                 state.advance(piece.shape[1], None)
         difference = (torch.cat(piece_logits, dim=1) - whole_logits).abs().max()
@@ -234,24 +261,48 @@ class HuggingFaceLM(LanguageModel):
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
         for weight in self.model.parameters():
-            if weight.is_floating_point():
+            # Weights of eight bits are stored in such a type, and computed in another one.
+            if weight.is_floating_point() and weight.dtype.itemsize > 1:
                 return weight.dtype
         raise ValueError(f"{type(self.model).__name__} has no floating-point weights")
 
     def arguments(self) -> dict[str, Any]:
         return {"model": to_values(self.model.config)}
 
-    def init_state(self, batch_size: int, max_length: int) -> KVState:
+    def init_state(self, batch_size: int, max_length: int) -> DecodeState:
         self.refresh()
+        if self._row_reader is not None:
+            return self._row_state(self._row_reader, batch_size)
         return KVState(batch_size, max_length, device=self.device, pool=self._pool)
+
+    def _row_state(self, row_reader: RowReader, batch_size: int) -> SnapshotState:
+        """An empty state for a model that is read row by row, and measured before its first use."""
+        with _in_eval_mode(self.model):
+            row_reader.measure(self.device)
+        return row_reader.init_state(batch_size, self.device)
+
+    def snapshot_bytes(self) -> int:
+        """Bytes of one snapshot of a row's recurrent layers; 0 if the model has none."""
+        if self._row_reader is None:
+            return 0
+        with _in_eval_mode(self.model):
+            return self._row_reader.snapshot_bytes(self.device)
 
     def in_float32(self) -> HuggingFaceLM:
         """This model, or a copy of it in float32."""
         return self if self.dtype == torch.float32 else deepcopy(self).float()
 
     def in_eval_mode(self) -> LanguageModel:
-        # With code of a user, the model itself runs, and each call sets its mode.
-        return self if self._user_code else eval_copy(self)
+        return self if self._runs_own_modules else eval_copy(self)
+
+    @property
+    def _runs_own_modules(self) -> bool:
+        """Whether no copy of the model may decode, so that each call sets the model's mode.
+
+        Code of a user may depend on any module. Models that are read row by row may change their
+        modules: RWKV rescales its weights in place when its mode changes.
+        """
+        return bool(self._user_code) or self._row_reader is not None
 
     @property
     def _is_packed(self) -> bool:
@@ -261,14 +312,14 @@ class HuggingFaceLM(LanguageModel):
         """The model in its fastest form, for inference only.
 
         On a CPU a copy with packed linear layers, on a GPU a copy that records its calls. The copy
-        shares all other weights. A model with code of a user runs unchanged, since the code may
-        depend on any of its modules.
+        shares all other weights. A model with code of a user runs unchanged, and so does one that
+        is read row by row.
         """
         if self._pool is not None or self._is_packed:
             return self
         self.refresh()
         self._parts = None  # the modules may have changed since they were checked
-        if self._user_code:
+        if self._runs_own_modules:
             return self
 
         shared: dict[int, Any] = {id(self.tokenizer): self.tokenizer}
@@ -283,7 +334,7 @@ class HuggingFaceLM(LanguageModel):
 
     def pack(self) -> HuggingFaceLM:
         """Pack the linear layers' weights for a CPU, in place. For inference only; irreversible."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or self._row_reader is not None:
             return self
         table = self.embedding_table
         head: Any = self.model.get_output_embeddings()
@@ -358,6 +409,8 @@ class HuggingFaceLM(LanguageModel):
                 self._code_of_parts = self._present_code()
                 if self._code_of_parts:
                     raise ValueError(f"it has {self._code_of_parts[0]}")
+                if self._row_reader is not None:
+                    raise ValueError("its layers depend on caches that only its own code fills")
                 if len(self.windows) > 1:
                     raise ValueError("its layers differ in their attention span")
                 self._parts = LayerStack(self.model)
@@ -492,6 +545,10 @@ class HuggingFaceLM(LanguageModel):
                 return self._whole(tokens, None, logits_for, features)
             return self._by_parts(self.begin(tokens), 0, logits_for, features)
 
+        if isinstance(state, SnapshotState):
+            assert exit_states is None, "these layers cannot be called one by one"
+            with torch.autocast(tokens.device.type, enabled=False):
+                return self._read_rows(tokens, state, valid_lengths, logits_for, features)
         assert isinstance(state, KVState), (
             f"{type(self.model).__name__} needs a KVState, got {type(state).__name__}"
         )
@@ -531,6 +588,19 @@ class HuggingFaceLM(LanguageModel):
             output = self._by_parts(entered, exit_states.num_layers, logits_for, features)
         state.advance(num_tokens, valid_lengths)
         return output
+
+    def _read_rows(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: SnapshotState,
+        valid_lengths: Lengths | None,
+        logits_for: Places,
+        features: Sequence[int],
+    ) -> ModelOutput:
+        """Continue a state whose rows are read one by one."""
+        assert self._row_reader is not None
+        with _in_eval_mode(self.model):
+            return self._row_reader.read(tokens, state, valid_lengths, logits_for, features)
 
     def _completed(
         self,

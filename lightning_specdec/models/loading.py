@@ -21,6 +21,7 @@ from torch import nn
 from lightning_specdec.config import hub
 from lightning_specdec.config.memory import ModelSize, require_memory
 from lightning_specdec.config.models import DTYPES, MOST_SMALL
+from lightning_specdec.models.adapters import Adapter, find_adapter, merge_adapter
 from lightning_specdec.models.backend_timing import faster_backend
 from lightning_specdec.models.base import OPENVINO_DTYPES
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, read_config
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _HUB_LIMITS = (20_000, 2**53)
 """Largest number of tensors of a model whose weights are not here yet, and of numbers in them."""
 _NO_LIMITS = (2**63, 2**63)
+_UNPACKED_ON_CPU = ("fp8",)
+"""Methods whose weights transformers unpacks where their kernels are missing."""
 OPENVINO = "2026.4"
 """The release of OpenVINO whose operations are called."""
 
@@ -58,18 +61,20 @@ class Examined:
     backend: str
     size: ModelSize
     trust_remote_code: bool
+    adapter: Adapter | None
 
 
 def load_model(source: str | os.PathLike[str], **options: Any) -> HuggingFaceLM:
     """Load a causal language model of transformers, with its tokenizer if it has one.
 
     Args:
-        source: a directory that `save_pretrained` wrote, or a model's name on the Hub.
+        source: a directory that `save_pretrained` wrote, a GGUF file, or a model's name on the Hub.
         options: `dtype` ("bfloat16"; default: from its config, or else float32), `device`
             (default: "cpu"), `quantization` ("int8" or "int4"), `backend` ("openvino" or "auto",
             see `in_backend`; default: "torch", which can be trained, while `SpeculativeDecoder`
             and the command line default to "auto"), `revision` (branch, tag or commit on the Hub),
-            `trust_remote_code` (run Python code of the model, which is refused otherwise).
+            `trust_remote_code` (run Python code of the model, which is refused otherwise),
+            `adapter` (directory or Hub name of an adapter of PEFT, merged into the weights).
 
     Raises:
         ValueError: it is not found, is not a causal language model, is damaged, or does not fit in
@@ -91,6 +96,7 @@ def examine(
     backend: str = "torch",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> Examined:
     """Find a model and check all that can be checked without its weights.
 
@@ -105,11 +111,20 @@ def examine(
         check_quantization(quantization, device)
 
     name = os.fspath(source)
+    found_adapter = None if adapter is None else find_adapter(adapter)
     with quiet():
         path = hub.find(source, revision=revision, code=trust_remote_code)
         config = read_config(name, path, trust_remote_code)
+        method = quantization_method(config)
+        if method is not None:
+            if not _is_known(_quantization_settings(config)):
+                raise ValueError(
+                    f"{name} is quantized by {method}, which this version of transformers does not "
+                    "know"
+                )
+            _check_quantized(name, method, quantization, backend, found_adapter)
         limits = _HUB_LIMITS
-        if Path(source).expanduser().is_dir():
+        if Path(source).expanduser().exists():
             limits = _size_limits(path)
         empty_model = _checked_empty_model(name, config, limits, trust_remote_code)
 
@@ -124,9 +139,69 @@ def examine(
         device=str(device),
         quantization=quantization,
         backend=backend,
-        size=measure(empty_model),
+        size=_stored_size(path, method, dtype_name, str(device)) or measure(empty_model),
         trust_remote_code=trust_remote_code,
+        adapter=found_adapter,
     )
+
+
+def quantization_method(config: PreTrainedConfig) -> str | None:
+    """The method that quantized a model's stored weights, as "awq"; None if they are plain."""
+    settings = _quantization_settings(config)
+    if settings is None:
+        return None
+    values = settings if isinstance(settings, dict) else vars(settings)
+    method = values.get("quant_method", "an unknown method")
+    return str(getattr(method, "value", method))
+
+
+def _quantization_settings(config: PreTrainedConfig) -> Any:
+    """What transformers reads about the quantization of a model; None if there is nothing."""
+    for part in (config, config.get_text_config()):
+        settings = getattr(part, "quantization_config", None)
+        if settings is not None:
+            return settings
+    return None
+
+
+def _is_known(settings: Any) -> bool:
+    """Whether transformers can load weights that were quantized in this way.
+
+    It ignores a method that it does not know, and would load the numbers without their scales.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    if not isinstance(settings, dict):
+        return True
+    try:
+        return bool(AutoHfQuantizer.supports_quant_method(settings))
+    except ValueError:
+        return False
+
+
+def _check_quantized(
+    name: str, method: str, quantization: str | None, backend: str, adapter: Adapter | None
+) -> None:
+    """Raise ValueError for what quantized weights cannot be combined with."""
+    if quantization is not None:
+        raise ValueError(f"{name} is quantized already (by {method}): drop --quantization")
+    if backend == "openvino":
+        raise ValueError(f"OpenVINO does not run weights of {method}: use --backend torch")
+    if adapter is not None:
+        raise ValueError(
+            f"{name} is quantized (by {method}): merge the adapter into the weights before they "
+            "are quantized"
+        )
+
+
+def _stored_size(path: Path, method: str | None, dtype: str, device: str) -> ModelSize | None:
+    """The size of quantized weights, from that of their files; None if they are unpacked."""
+    is_unpacked = method in _UNPACKED_ON_CPU and device == "cpu"
+    if method is None or is_unpacked or not any(path.glob("*.safetensors")):
+        return None
+    num_bytes = sum(file.stat().st_size for file in weight_files(path))
+    num_numbers = max(1, num_bytes // getattr(torch, dtype).itemsize)
+    return ModelSize(parameters=num_numbers, kept_parameters=num_numbers, matrix_parameters=1)
 
 
 def _dtype_name(config: PreTrainedConfig, dtype: str | torch.dtype | None) -> str:
@@ -143,6 +218,9 @@ def _size_limits(path: Path) -> tuple[int, int]:
     The model may have more of both than its files: tied weights are built twice, fused ones may be
     stored separately, and two 4-bit numbers may be stored as a byte.
     """
+    if hub.is_gguf(path):
+        max_tensors, _ = _HUB_LIMITS
+        return max_tensors, 8 * path.stat().st_size
     shapes = _read_shapes(path)
     num_stored = sum(math.prod(shape) for shape in shapes)
     return 4 * len(shapes) + 100, 8 * num_stored + 2**20
@@ -231,9 +309,12 @@ def load(examined: Examined) -> HuggingFaceLM:
     name = examined.source
     with quiet():
         hub.download_weights(name, examined.path)
-        _read_shapes(examined.path)  # checks the headers of what was downloaded
+        if not hub.is_gguf(examined.path):
+            _read_shapes(examined.path)  # checks the headers of what was downloaded
         model, report = _read_weights(examined)
     _check_report(name, report)
+    if examined.adapter is not None:
+        model = merge_adapter(model, examined.adapter)
 
     language_model = _with_tokenizer(model, examined).to(examined.device)
     if examined.quantization is not None and examined.backend != "openvino":
@@ -243,23 +324,35 @@ def load(examined: Examined) -> HuggingFaceLM:
 
 def _read_weights(examined: Examined) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' report on how its weights fit."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
+    path = examined.path
+    options: dict[str, Any] = {"use_safetensors": True}
+    is_gguf = hub.is_gguf(path)
+    if is_gguf:
+        options = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+        path = path.parent
+    elif quantization_method(examined.config) is not None and examined.device != "cpu":
+        # Some kernels lay out their weights while they are loaded, on the device.
+        options["device_map"] = {"": examined.device}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            examined.path,
+            path,
             config=examined.config,
             dtype=getattr(torch, examined.dtype),
             local_files_only=True,
-            use_safetensors=True,
             trust_remote_code=examined.trust_remote_code,
             # `_check_report` refuses these by name.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **options,
         )
     except FOREIGN as error:
         raise ValueError(f"{examined.source} cannot be loaded: {first_line(error)}") from error
     model, report = loaded
+    if is_gguf:
+        # The weights are unpacked, so that this is a plain model.
+        vars(model.config).pop("quantization_config", None)
     return model, report
 
 
@@ -304,8 +397,14 @@ def _with_tokenizer(model: PreTrainedModel, examined: Examined) -> HuggingFaceLM
             tokenizer = TextTokenizer.load(
                 examined.path, trust_remote_code=examined.trust_remote_code
             )
+        if examined.adapter is not None and TextTokenizer.is_in(examined.adapter.path):
+            # The adapter was trained with this one, whose chat template may be another.
+            tokenizer_of_model = tokenizer
+            tokenizer = TextTokenizer.load(examined.adapter.path)
+            if tokenizer_of_model is not None:
+                tokenizer.eos |= tokenizer_of_model.eos
     language_model = HuggingFaceLM(model, tokenizer=tokenizer)
-    language_model.origin = Origin(examined.source, examined.path)
+    language_model.origin = Origin(examined.source, examined.path, examined.adapter)
     return language_model
 
 
@@ -368,4 +467,5 @@ def _can_run_in_openvino(model: HuggingFaceLM) -> bool:
         check_openvino(model.device, model.dtype)
     except ValueError:
         return False
-    return model.num_parameters > MOST_SMALL and model.takes_apart
+    is_plain = quantization_method(model.model.config) is None
+    return is_plain and model.num_parameters > MOST_SMALL and model.takes_apart

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
 from lightning_specdec.config.checks import BUILTIN_ERRORS, require_int
+from lightning_specdec.config.hub import is_gguf
 from lightning_specdec.config.models import DTYPES, check_directory
 from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import one_line, short
@@ -25,15 +29,18 @@ if TYPE_CHECKING:
 
 FOREIGN = (*BUILTIN_ERRORS, StrictDataclassError)
 """What transformers raises for broken files."""
-_LARGEST = 2**24
+_MAX_INTEGER = 2**24
 """Limit of any integer."""
-_MOST_PARTS = 1024
+_MAX_PARTS = 1024
 """Limit of the number of layers, experts and heads, each of which takes time to build."""
 _PARTS = ("layer", "expert", "head", "block")
+"""Words in the names of settings that count parts..."""
 _SIZES = ("dim", "size", "channels")
-_MOST_VALUES = 20_000
-_LONGEST = 1000
-_DEEPEST = 6
+"""... unless one of these words follows, as in head_dim."""
+_MAX_VALUES = 20_000
+_MAX_LENGTH = 1000
+"""Limit of the length of a name or of a text."""
+_MAX_DEPTH = 6
 _LEGACY = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_emb_base", "rotary_pct"}
 """Older names of rotary settings, which transformers still reads."""
 _REFUSED = ("auto_map", "quantization_config", "use_pretrained_backbone", "backbone")
@@ -81,7 +88,7 @@ def first_line(error: BaseException) -> str:
 
 
 def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration of the model in a directory.
+    """The configuration of the model in a directory or a GGUF file.
 
     Raises:
         ValueError: it is missing, broken, of another kind of model, or needs code that is not
@@ -89,6 +96,8 @@ def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedCon
     """
     from transformers import AutoConfig
 
+    if is_gguf(path):
+        return _read_gguf_config(path)
     check_directory(str(path))
     try:
         return AutoConfig.from_pretrained(
@@ -101,6 +110,22 @@ def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedCon
                 "then pass --trust_remote_code (trust_remote_code=True)"
             ) from error
         raise ValueError(f"{path}/config.json describes no model: {first_line(error)}") from error
+
+
+def _read_gguf_config(path: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"{path} needs {' and '.join(missing)}: {sys.executable} -m pip install "
+            f"{' '.join(missing)}"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except (*FOREIGN, struct.error) as error:
+        raise ValueError(f"{path} describes no model: {first_line(error)}") from error
+    return config
 
 
 def to_config(values: Mapping[str, Any]) -> PreTrainedConfig:
@@ -163,7 +188,7 @@ def _settings(family: type[PreTrainedConfig]) -> set[str]:
 
 def _check(values: Mapping[str, Any], where: str) -> None:
     """Raise ValueError unless these are plain values, in range, that run and fetch nothing."""
-    for number, (depth, name, value) in enumerate(_walk(values)):
+    for num_before, (depth, name, value) in enumerate(_walk(values)):
         # A model inside the model might have settings that are refused here.
         is_inner_model = depth > 1 and name == "model_type"
         is_private = name.startswith("_") or name.endswith("implementation")
@@ -172,17 +197,20 @@ def _check(values: Mapping[str, Any], where: str) -> None:
                 f"{where} contains {name[:80]!r}, which a new model does not accept: drop it"
             )
 
+        # `bool` is an `int`.
         is_plain = isinstance(value, Mapping | list | tuple | str | int | float | None)
-        is_too_large = number > _MOST_VALUES or depth > _DEEPEST or len(name) > _LONGEST
+        is_too_large = num_before > _MAX_VALUES or depth > _MAX_DEPTH or len(name) > _MAX_LENGTH
         if not is_plain or is_too_large:
             raise ValueError(
                 f"{where} has too many values, or {name[:80]!r} is nested too deeply or no plain "
                 "value"
             )
-        if isinstance(value, str) and len(value) > _LONGEST:
+        if isinstance(value, str) and len(value) > _MAX_LENGTH:
             raise ValueError(f"{where} has a {name!r} that is too long")
+
+        # A large number of layers would take long to build, a large size of them does not.
         if isinstance(value, int) and not isinstance(value, bool):
-            limit = _MOST_PARTS if _counts_parts(name) else _LARGEST
+            limit = _MAX_PARTS if _counts_parts(name) else _MAX_INTEGER
             require_int(name, value, -limit, limit)
 
 

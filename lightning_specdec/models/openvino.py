@@ -16,8 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
-from itertools import accumulate, pairwise
-from operator import add
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -60,7 +59,7 @@ PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.T
 """OpenVINO's names of the dtypes that networks compute in and keep their keys and values in."""
 DYNAMIC_GROUP = 32
 """Activations that share a scale where they meet quantized weights. OpenVINO quantizes them in
-calls on several tokens; 0 leaves them as they are."""
+calls on several tokens; 0 does not quantize them."""
 FEWEST_QUANTIZED_TOKENS = 2
 """Tokens that a call computes at least for each row and at least scores, where weights are
 quantized.
@@ -139,10 +138,12 @@ def _cached_files(settings: object, write: Callable[[Path], None]) -> Path:
 def _is_whole(directory: Path) -> bool:
     """Whether a directory contains a converted network, and every file is as it was written."""
     try:
-        recorded = json.loads((directory / "sha256.json").read_text(encoding="ascii"))
-        return {"model.xml", "model.bin"} <= set(recorded) and recorded == _file_digests(directory)
-    except (OSError, ValueError, TypeError):
+        recorded_digests = json.loads((directory / "sha256.json").read_text(encoding="ascii"))
+        present_digests = _file_digests(directory)
+    except (OSError, ValueError):
         return False
+    has_network = "model.xml" in present_digests and "model.bin" in present_digests
+    return has_network and recorded_digests == present_digests
 
 
 def _file_digests(directory: Path) -> dict[str, str]:
@@ -158,11 +159,14 @@ def _file_digests(directory: Path) -> dict[str, str]:
 def _check(model: HuggingFaceLM, converted_model: OpenVINOLM) -> None:
     """Raise ValueError unless a converted model returns the model's logits, both computed in
     float32."""
+    # Tokens from all parts of the vocabulary.
     tokens = torch.arange(12)[None] * 7919 % model.vocab_size
     expected = model(tokens).logits
-    difference = (converted_model(tokens).logits - expected).abs().max()
+    computed = converted_model(tokens).logits
+    difference = (computed - expected).abs().max()
+    tolerance = 1e-3 * expected.abs().max()
     # `not <=` also catches NaN.
-    if not difference <= 1e-3 * expected.abs().max():
+    if not difference <= tolerance:
         name = type(model.model).__name__
         raise ValueError(
             f"OpenVINO computes other logits for {name} than torch does: use --backend torch"
@@ -222,14 +226,17 @@ class Compiled:
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "INFERENCE_PRECISION_HINT": precision_name,
-            # OpenVINO would keep them in float16, for float32 too.
+            # By default, OpenVINO keeps the keys and values of a float32 network in float16.
             "KV_CACHE_PRECISION": precision_name,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": dynamic_group,
         }
-        self.request = _core().compile_model(model, "CPU", options).create_infer_request()
+        compiled_model = _core().compile_model(model, "CPU", options)
+        self.request = compiled_model.create_infer_request()
         self._is_bfloat16 = [output.get_element_type() == ov.Type.bf16 for output in model.outputs]
         self._bound_caches: object = None
+        """`caches` of the state whose keys and values are inputs now."""
         self._input_arrays: dict[int, np.ndarray] = {}
+        """The memory that each other input is read from, by the input's index."""
         self._lock = Lock()
         """Held for a call: inputs and outputs have one memory, and threads may share the
         network."""
@@ -249,7 +256,7 @@ class Compiled:
 
         Args:
             example: inputs of the shapes that the network reads.
-            settings: what the network computes, besides its class and weights.
+            settings: what determines the network, in addition to its class and weights.
             shared: whether the first input is always the tensor in `example`, whose memory is used
                 without a copy.
 
@@ -258,13 +265,16 @@ class Compiled:
         """
 
         def write(directory: Path) -> None:
-            save(traced(deepcopy(network).float(), example, dtype, quantization), directory)
+            network_in_float32 = deepcopy(network).float()
+            save(traced(network_in_float32, example, dtype, quantization), directory)
 
         key = (type(network).__name__, weights_digest(network), settings, dtype, quantization)
-        model = _core().read_model(_cached_files(key, write) / "model.xml")
+        directory = _cached_files(key, write)
+        model = _core().read_model(directory / "model.xml")
         if not shared:
             return cls(model, dtype)
 
+        # Replace the first input by a constant over the tensor's memory.
         memory = shared_tensor(example[0].detach())
         parameter = model.get_parameters()[0]
         constant = ops.constant(memory, shared_memory=True)
@@ -287,10 +297,12 @@ class Compiled:
             if state is not None and self._bound_caches is not state.caches:
                 self._bind_caches(state, first_layer, len(inputs))
             for index, value in enumerate(inputs):
-                self._set_input(index, value.numpy() if isinstance(value, Tensor) else value)
+                array = value.numpy() if isinstance(value, Tensor) else value
+                self._set_input(index, array)
 
             self.request.infer()
 
+            # Copies, since the next call overwrites the memory of the outputs.
             outputs = []
             for index, is_bfloat16 in enumerate(self._is_bfloat16):
                 array = self.request.get_output_tensor(index).data
@@ -306,8 +318,10 @@ class Compiled:
         """Use a state's keys and values as the inputs after the others."""
         # An error half way must not leave some layers with another state's memory.
         self._bound_caches = None
+        # Each layer has two: its keys and its values.
         first_cache = 2 * first_layer
-        caches = state.caches[first_cache : first_cache + 2 * len(self.sizes)]
+        num_caches = 2 * len(self.sizes)
+        caches = state.caches[first_cache : first_cache + num_caches]
         for index, cache_tensor in enumerate(caches):
             self.request.set_input_tensor(num_inputs + index, cache_tensor)
         self._bound_caches = state.caches
@@ -348,21 +362,25 @@ def _with_paged_attention(
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Attention":
             continue
-        constants = node.input_value(3).get_node().data
-        num_heads, key_size, value_size, window = [int(value) for value in constants]
+        layer_sizes = node.input_value(3).get_node().data
+        num_heads, key_size, value_size, window = [int(value) for value in layer_sizes]
+
         node_inputs = attention_inputs
-        if node.get_input_size() > 5:
-            # A token that follows in the same call reads the keys and values of the only layer.
-            node_inputs = [*_next_token_inputs(node.input_value(5)), *attention_inputs[2:]]
+        follows_in_same_call = node.get_input_size() > 5
+        if follows_in_same_call:
+            # It reads the keys and values of the only layer.
+            past_lengths = node.input_value(5)
+            node_inputs = [*_next_token_inputs(past_lengths), *attention_inputs[2:]]
         else:
             for head_size in (key_size, value_size):
                 caches.append(ops.parameter([-1, num_heads, BLOCK, head_size], precision))
             sizes.append((num_heads, key_size, value_size))
 
         paged = _paged_attention(node, caches[-2:], node_inputs, window)
-        for kind, head_size in (("k", key_size), ("v", value_size)):
-            paged.set_rt_info(num_heads, f"num_{kind}_heads")
-            paged.set_rt_info(head_size, f"{kind}_head_size")
+        paged.set_rt_info(num_heads, "num_k_heads")
+        paged.set_rt_info(key_size, "k_head_size")
+        paged.set_rt_info(num_heads, "num_v_heads")
+        paged.set_rt_info(value_size, "v_head_size")
         node.output(0).replace(paged.output(0))
 
     if caches:
@@ -396,13 +414,38 @@ def _paged_attention(
     *row_inputs, max_context_length = [parameter.output(0) for parameter in attention_inputs]
     cache_inputs = [parameter.output(0) for parameter in caches]
     empty_floats = empty(np.float32)
-    empty_bytes = empty(np.uint8)
-    inputs = [query, key, value, *cache_inputs, *row_inputs, scale, constant(window)]
-    inputs += [empty_floats, max_context_length, empty()]  # slopes by position; window of scores
-    inputs += [empty(), empty(), empty_floats]  # rotation of evicted blocks
-    inputs += [empty_floats, constant(0), constant(0), empty_floats]  # sparsity; sinks
-    inputs += [constant(0), empty(), empty(), empty()]  # eviction
-    inputs += [empty(), empty_bytes, empty()]  # types of tokens; trees
+    inputs = [
+        query,
+        key,
+        value,
+        *cache_inputs,
+        *row_inputs,
+        scale,
+        constant(window),
+        # Slopes by position; number of tokens to aggregate scores over.
+        empty_floats,
+        max_context_length,
+        empty(),
+        # Rotation of the keys that move when blocks are evicted.
+        empty(),
+        empty(),
+        empty_floats,
+        # Sparse attention: threshold, block size, stride.
+        empty_floats,
+        constant(0),
+        constant(0),
+        # Sinks.
+        empty_floats,
+        # Eviction: number of tokens to keep, then which blocks may go.
+        constant(0),
+        empty(),
+        empty(),
+        empty(),
+        # Types of tokens, and masks of token trees.
+        empty(),
+        empty(np.uint8),
+        empty(),
+    ]
     return _PagedAttentionExtension(inputs)
 
 
@@ -448,16 +491,17 @@ class _Graph:
         if main_output not in outputs:
             outputs.append(main_output)
 
-        hidden, positions, scored = [model_input.get_node() for model_input in model.inputs]
-        if first_layer > 0:
-            hidden = _entry_after(model, first_layer - 1)
+        # The main output is the last one. The others are features, and in another dtype they would
+        # make OpenVINO add up all layers in that dtype.
         results = [model.outputs[index].get_node() for index in outputs]
-        # Features in another dtype would make OpenVINO add up all layers in that dtype.
+        _, feature_type = PRECISIONS[computing_dtype(dtype)]
         for result in results[:-1]:
-            feature_type = PRECISIONS[computing_dtype(dtype)][1]
             feature = ops.convert(result.input_value(0), feature_type)
             result.input(0).replace_source_output(feature.output(0))
 
+        hidden, positions, scored = [model_input.get_node() for model_input in model.inputs]
+        if first_layer > 0:
+            hidden = _entry_after(model, first_layer - 1)
         inputs = [hidden]
         if self._has_head:
             inputs.append(scored)
@@ -491,7 +535,7 @@ class _Graph:
                 if state is not None:
                     size = state.num_scored.padded(num_scored)
                 if size > num_scored:
-                    # Positions that are scored twice are as good as any other padding.
+                    # Pad with positions that are scored twice.
                     scored = np.resize(scored, size)
             outputs = self.compiled.run([hidden, scored, *call_inputs], state, self.first_layer)
             outputs[-1] = outputs[-1][:num_scored]
@@ -558,7 +602,7 @@ class OpenVINOLM(HuggingFaceLM):
         """The model in OpenVINO: converted at the first use, then read from the cache directory.
 
         With quantized weights, activations are quantized too if this processor computes the same
-        bits in calls of all widths; otherwise they stay as they are, which is slower for several
+        bits in calls of all widths; otherwise they are not quantized, which is slower for several
         tokens.
 
         Raises:
@@ -604,7 +648,7 @@ class OpenVINOLM(HuggingFaceLM):
 
     fused = pack = packed
 
-    def init_state(self, batch_size: int, max_length: int) -> PagedState:  # type: ignore[override]
+    def init_state(self, batch_size: int, max_length: int) -> PagedState:
         if weights_stamp(self) != self._stamp:
             raise ValueError(
                 "the weights changed after the model was converted: convert it again with "
@@ -636,7 +680,8 @@ class OpenVINOLM(HuggingFaceLM):
             self._head = self._compile_part(num_layers, num_layers)
         vectors = hidden.flatten(0, -2)
         inputs = vectors[:, None].float().contiguous()
-        logits, _ = self._head.run(inputs, np.arange(len(vectors)), None, ())
+        all_vectors = np.arange(len(vectors))
+        logits, _ = self._head.run(inputs, all_vectors, None, ())
         return logits.unflatten(0, hidden.shape[:-1])
 
     @torch.no_grad()
@@ -672,14 +717,15 @@ class OpenVINOLM(HuggingFaceLM):
             inputs, state, state.consumed, lengths, scored, first_layer, self.stack.num_layers
         )
         state.advance(num_tokens, valid_lengths)
-        return ModelOutput(logits, {layer: hidden[layer] for layer in features}, logits_for)
+        requested_features = {layer: hidden[layer] for layer in features}
+        return ModelOutput(logits, requested_features, logits_for)
 
     @torch.no_grad()
     def lower(
         self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int
     ) -> Tensor:
         assert isinstance(state, PagedState)
-        # Tokens after a row's last slot are padding beside longer rows.
+        # Tokens after a row's last slot are padding to the length of longer rows.
         num_slots = state.num_blocks * BLOCK
         lengths = [max(0, min(tokens.shape[1], num_slots - start)) for start in starts]
         no_scores = np.zeros((len(tokens), 0), dtype=np.int64)
@@ -714,10 +760,12 @@ class OpenVINOLM(HuggingFaceLM):
             for graph in self._graphs
             if first_layer <= graph.first_layer and graph.end_layer <= end_layer
         ]
-        call = _plan(state, starts, lengths, state.num_tokens[graphs[0].first_layer])
+        call_sizes = state.num_tokens[graphs[0].first_layer]
+        call = _plan(state, starts, lengths, call_sizes)
 
         hidden = call.pad(flatten_rows(inputs, lengths))
         if not inputs.is_floating_point():
+            # These are tokens, which the embedding turns into the first layer's input.
             positions = torch.from_numpy(call.positions)
             if self.max_positions is not None:
                 positions = positions.clamp(max=self.max_positions - 1)
@@ -731,12 +779,14 @@ class OpenVINOLM(HuggingFaceLM):
             features |= graph_features
 
         shape = inputs.shape[:2]
-        padded_features = {
-            layer: self._as_rows(feature, call, lengths, shape)
-            for layer, feature in features.items()
-        }
+        padded_features: dict[int, Tensor] = {}
+        for layer, feature in features.items():
+            padded_features[layer] = self._as_rows(feature, call, lengths, shape)
+
         if end_layer == self.stack.num_layers:
-            return hidden.view(*scored.shape, hidden.shape[-1]), padded_features
+            # The output head has turned the scored positions into logits.
+            logits = hidden.view(*scored.shape, hidden.shape[-1])
+            return logits, padded_features
         return self._as_rows(hidden, call, lengths, shape), padded_features
 
     def _as_rows(
@@ -745,10 +795,13 @@ class OpenVINOLM(HuggingFaceLM):
         """A layer's output `[P, 1, D]` as rows `[B, T, D]` in the model's dtype, with zeros at
         padding."""
         vectors = call.unpad(outputs[:, 0]).to(self._dtype)
-        if len(vectors) == shape.numel():
+        is_padded = len(vectors) < shape.numel()
+        if not is_padded:
             return vectors.view(*shape, -1)
+
         rows = vectors.new_zeros(*shape, vectors.shape[-1])
-        for row, row_vectors in zip(rows, vectors.split(list(lengths)), strict=True):
+        vectors_by_row = vectors.split(list(lengths))
+        for row, row_vectors in zip(rows, vectors_by_row, strict=True):
             row[: len(row_vectors)] = row_vectors
         return rows
 
@@ -757,23 +810,28 @@ def _plan(
     state: PagedState, starts: Sequence[int], lengths: Sequence[int], sizes: CallSizes
 ) -> PagedCall:
     """Plan a call, padded to a size that keeps the network's shapes."""
-    context = max(map(add, starts, lengths))
-    num_tokens = sum(max(length, state.fewest_tokens) for length in lengths if length)
-    return state.plan_call(starts, lengths, sizes.padded(num_tokens, context))
+    context = 0
+    num_tokens = 0
+    for start, length in zip(starts, lengths, strict=True):
+        context = max(context, start + length)
+        if length:
+            num_tokens += max(length, state.fewest_tokens)
+    size = sizes.padded(num_tokens, context)
+    return state.plan_call(starts, lengths, size)
 
 
 def _scored_indices(
     lengths: Sequence[int], num_tokens: int, logits_for: Tensor | slice | None
 ) -> np.ndarray:
     """Indices `[B, K]` among the N tokens of the positions to score; 0 for those at padding."""
-    columns = slice(None) if logits_for is None else logits_for
-    if not isinstance(columns, Tensor) and min(lengths) == num_tokens:
-        return np.arange(len(lengths) * num_tokens).reshape(-1, num_tokens)[:, columns]
-
-    if isinstance(columns, Tensor):
-        positions = columns.numpy()
+    if isinstance(logits_for, Tensor):
+        positions = logits_for.numpy()
     else:
+        columns = slice(None) if logits_for is None else logits_for
         positions = np.arange(num_tokens)[None, columns]
-    row_starts = np.array([0, *accumulate(lengths)])[:-1, None]
+
+    # The N tokens are the rows' real tokens, one row after the other.
+    row_ends = np.cumsum(lengths)
+    row_starts = row_ends - lengths
     is_real = positions < np.array(lengths)[:, None]
-    return np.where(is_real, row_starts + positions, 0)
+    return np.where(is_real, row_starts[:, None] + positions, 0)

@@ -101,20 +101,22 @@ class _OpenAttention(nn.Module):
                 layer reads earlier in the same call.
         """
         # int() makes the sizes constants of the traced network.
-        num_heads, head_size = int(query.shape[1]), int(query.shape[3])
+        num_heads = int(query.shape[1])
+        head_size = int(query.shape[3])
         num_key_heads = int(key.shape[1])
         value_size = int(value.shape[3])
-
         sizes = torch.tensor([num_key_heads, head_size, value_size, window or 0], dtype=torch.int32)
-        following = () if past is None else (past,)
-        outputs: Tensor = self.traced(
-            query.transpose(1, 2).reshape(-1, num_heads * head_size),
-            key.transpose(1, 2).reshape(-1, num_key_heads * head_size),
-            value.transpose(1, 2).reshape(-1, num_key_heads * value_size),
-            sizes,
-            torch.tensor(scale or 1 / math.sqrt(head_size)),
-            *following,
-        )
+        scale_input = torch.tensor(scale or 1 / math.sqrt(head_size))
+
+        # The heads of each token side by side.
+        joined_query = query.transpose(1, 2).reshape(-1, num_heads * head_size)
+        joined_key = key.transpose(1, 2).reshape(-1, num_key_heads * head_size)
+        joined_value = value.transpose(1, 2).reshape(-1, num_key_heads * value_size)
+
+        inputs = [joined_query, joined_key, joined_value, sizes, scale_input]
+        if past is not None:
+            inputs.append(past)
+        outputs: Tensor = self.traced(*inputs)
         return outputs.reshape(-1, 1, num_heads, value_size).transpose(1, 2)
 
 
@@ -291,10 +293,14 @@ def _store_in_bfloat16(model: ov.Model) -> None:
     """Keep a network's matrices in bfloat16, the dtype that they were loaded in."""
     for node in model.get_ordered_ops():
         is_float32 = node.get_type_name() == "Constant" and node.get_element_type() == ov.Type.f32
-        if is_float32 and len(node.shape) == 2:
-            values = torch.from_numpy(node.data.copy()).to(torch.bfloat16)
-            constant = ops.constant(shared_tensor(values), shared_memory=False)
-            node.output(0).replace(ops.convert(constant, "f32").output(0))
+        is_matrix = is_float32 and len(node.shape) == 2
+        if not is_matrix:
+            continue
+
+        values = torch.from_numpy(node.data.copy()).to(torch.bfloat16)
+        stored = ops.constant(shared_tensor(values), shared_memory=False)
+        converted = ops.convert(stored, "f32")
+        node.output(0).replace(converted.output(0))
 
 
 def _quantized(model: ov.Model, quantization: str) -> ov.Model:

@@ -17,12 +17,22 @@ from lightning_specdec.models.changes import has_user_code
 NUM_TOKENS = 8
 """Number of tokens of a call that weights are packed for, about that of a round. The layout works
 for any number."""
-MOST_ROWS = 4
+MAX_INT8_ROWS = 4
 """Up to this number of tokens, the int8 kernel is faster than converting the weight to floats."""
 SMALL_MODEL = 1_000_000
 """Parameters below which a product finishes before a second thread has woken up."""
+_INT8_INPUT_SETTINGS = ("act_quant_scale", "act_pre_scale", "act_quant_kwargs")
+"""What torchao's int8 weights have if their layer's inputs are quantized or scaled as well."""
 
-_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
+_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+_NO_ACTIVATION: tuple[str, list[float], str] = ("none", [], "")
+"""Last arguments of `_LINEAR`, which could apply an activation to the output."""
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """The weight in oneDNN's layout, in which only `_LINEAR` can read it."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, NUM_TOKENS)
+    return packed
 
 
 def limit_threads(num_parameters: int) -> None:
@@ -50,16 +60,14 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         # Plain attributes: a packed tensor is opaque, so it cannot be moved like a parameter.
-        self.weight_packed = torch.ops.mkldnn._reorder_linear_weight(
-            weight.detach().contiguous(), NUM_TOKENS
-        )
+        self.weight_packed = _pack(weight.detach().contiguous())
         self.bias_plain = None if bias is None else bias.detach().clone()
 
     def forward(self, inputs: Tensor) -> Tensor:
         # Inside torch.autocast, other layers return another type than the kernel accepts.
         if inputs.dtype != self.dtype:
             inputs = inputs.to(self.dtype)
-        return _PRODUCT(inputs, self.weight_packed, self.bias_plain, "none", [], "")
+        return _LINEAR(inputs, self.weight_packed, self.bias_plain, *_NO_ACTIVATION)
 
     @property
     def weight(self) -> Tensor:
@@ -72,11 +80,13 @@ class PackedLinear(nn.Module):
         return self.bias_plain
 
     def __getstate__(self) -> dict[str, Any]:
+        # A packed weight cannot be pickled, so the plain one stands in its place.
         return {**self.__dict__, "weight_packed": self.weight}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.weight_packed = torch.ops.mkldnn._reorder_linear_weight(self.weight_packed, NUM_TOKENS)
+        plain_weight = self.weight_packed
+        self.weight_packed = _pack(plain_weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
         # A packed weight never changes, so copies share it.
@@ -101,16 +111,23 @@ class Int8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
         self.scale = nn.Parameter(scale.detach().contiguous(), requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         rows = inputs.reshape(-1, self.in_features)
-        if rows.shape[0] <= MOST_ROWS and inputs.dtype == torch.bfloat16:
+        if rows.shape[0] <= MAX_INT8_ROWS and inputs.dtype == torch.bfloat16:
             output = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)
         else:
-            output = (rows @ self.weight.to(inputs.dtype).t()) * self.scale
+            # The scale of an output applies to its whole sum, so it is multiplied afterwards.
+            weight = self.weight.to(inputs.dtype)
+            output = (rows @ weight.t()) * self.scale
+
         output = output.reshape(*inputs.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias
+        if self.bias is not None:
+            output = output + self.bias
+        return output
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -118,9 +135,9 @@ def is_linear(layer: nn.Module) -> bool:
     layer_class = type(layer)
     if layer_class is nn.Linear:
         return True
-    return (
-        layer_class.__name__ == "Conv1D" and layer_class.__module__ == "transformers.pytorch_utils"
-    )
+    # By name, because importing transformers takes seconds.
+    qualified_name = f"{layer_class.__module__}.{layer_class.__name__}"
+    return qualified_name == "transformers.pytorch_utils.Conv1D"
 
 
 def can_pack(layer: nn.Module) -> bool:
@@ -128,11 +145,14 @@ def can_pack(layer: nn.Module) -> bool:
 
     A layer with hooks or with a replaced forward function is not plain.
     """
-    weight: Any = getattr(layer, "weight", None)
     if not is_linear(layer) or has_user_code(layer):
         return False
+
+    # A subclass of Tensor, such as a quantized weight, has no plain values to pack.
+    weight: Any = layer.weight
     if type(weight.data) is not Tensor or weight.device.type != "cpu":
         return False
+
     if not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -148,22 +168,48 @@ def pack_linears(module: nn.Module) -> None:
     A layer becomes a `PackedLinear`, or an `Int8Linear` if torchao has quantized it to int8. Its
     plain weight is freed as soon as the packed form exists, so only one layer is held twice. A
     weight with a second use, as an output head tied to the embedding, stays next to its packed
-    form. Layers with hooks or with a forward function of their own stay unchanged.
+    form. Layers with hooks or a replaced forward function stay unchanged.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            weight: Any = getattr(child, "weight", None)
-            int8_values: Any = getattr(weight, "qdata", None)
-            is_int8 = int8_values is not None and int8_values.shape == weight.shape
-
-            if is_int8 and isinstance(child, nn.Linear) and not has_user_code(child):
-                # torchao keeps its scales in float32; the kernel needs the type of the inputs.
-                scale = weight.scale.reshape(-1).to(weight.dtype)
-                setattr(parent, name, Int8Linear(int8_values, scale, child.bias))
+            if _has_int8_rows(child):
+                setattr(parent, name, _int8_linear(child))
             elif can_pack(child):
-                plain_weight = weight if isinstance(child, nn.Linear) else weight.t()
-                bias: Any = child.bias
-                setattr(parent, name, PackedLinear(plain_weight, bias))
+                setattr(parent, name, _packed_layer(child))
+
+
+def _has_int8_rows(layer: nn.Module) -> bool:
+    """Whether torchao has quantized a layer's weight to int8 with one scale for each output.
+
+    Other forms of int8 quantize the inputs as well, or have more scales, or a zero point.
+    """
+    weight: Any = getattr(layer, "weight", None)
+    int8_values: Any = getattr(weight, "qdata", None)
+    if not isinstance(layer, nn.Linear) or int8_values is None or has_user_code(layer):
+        return False
+    if int8_values.dtype != torch.int8 or int8_values.shape != weight.shape:
+        return False
+    if any(getattr(weight, name, None) is not None for name in _INT8_INPUT_SETTINGS):
+        return False
+    # A symmetric quantization may store zeros.
+    zero_point: Any = getattr(weight, "zero_point", None)
+    if zero_point is not None and zero_point.any():
+        return False
+    return bool(weight.scale.numel() == layer.out_features)
+
+
+def _int8_linear(layer: Any) -> Int8Linear:
+    weight = layer.weight
+    # torchao keeps its scales in float32; the kernel needs the type of the inputs.
+    scale = weight.scale.reshape(-1).to(weight.dtype)
+    return Int8Linear(weight.qdata, scale, layer.bias)
+
+
+def _packed_layer(layer: Any) -> PackedLinear:
+    if isinstance(layer, nn.Linear):
+        return PackedLinear(layer.weight, layer.bias)
+    # GPT-2's Conv1D holds its weight transposed.
+    return PackedLinear(layer.weight.t(), layer.bias)
 
 
 def check_quantization(kind: str | None, device: str | torch.device) -> None:

@@ -191,23 +191,27 @@ class PagedState(DecodeState):
     ) -> None:
         super().__init__(batch_size, torch.device("cpu"))
         self.fewest_tokens = fewest_tokens
-        self.num_tokens = defaultdict[int, CallSizes](lambda: CallSizes(token_cost, fewest_tokens))
+        self.num_tokens: dict[int, CallSizes] = defaultdict(
+            lambda: CallSizes(token_cost, fewest_tokens)
+        )
         # Another number of scored positions changes only the output head, which is cheap.
         self.num_scored = CallSizes(QUANTIZED_TOKEN_COST, fewest_tokens)
         # A row's last token may need padding after it.
         max_slots = max(1, max_length + fewest_tokens - 1)
         self.num_blocks = math.ceil(max_slots / BLOCK)
 
+        total_blocks = batch_size * self.num_blocks
         shapes = []
         for num_heads, key_size, value_size in sizes:
-            for head_size in (key_size, value_size):
-                shapes.append((batch_size * self.num_blocks, num_heads, BLOCK, head_size))
+            shapes.append((total_blocks, num_heads, BLOCK, key_size))
+            shapes.append((total_blocks, num_heads, BLOCK, value_size))
 
         # One allocation for all layers: the system clears its pages only when they are first used.
         buffer_lengths = [math.prod(shape) for shape in shapes]
         memory = torch.zeros(sum(buffer_lengths), dtype=dtype)
         parts = memory.split(buffer_lengths)
-        self._use([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+        buffers = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._use(buffers)
 
     def _use(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
@@ -229,24 +233,22 @@ class PagedState(DecodeState):
             num_following: tokens of each row that follow in the same call.
         """
         rows = [row for row, length in enumerate(lengths) if length]
+        row_starts = [starts[row] for row in rows]
+        row_lengths = [lengths[row] for row in rows]
         num_slots = self.num_blocks * BLOCK - num_following
-
-        padded_lengths = []
-        for row in rows:
-            room = num_slots - starts[row]
-            padded_lengths.append(max(lengths[row], min(self.fewest_tokens, room)))
-        missing = size - sum(padded_lengths)
-        room = num_slots - starts[rows[-1]] - padded_lengths[-1]
-        padded_lengths[-1] += max(0, min(missing, room))
+        padded_lengths = self._padded_lengths(row_starts, row_lengths, size, num_slots)
 
         positions = []
         block_tables = []
         num_row_blocks = []
         longest = 0
-        for row, padded_length in zip(rows, padded_lengths, strict=True):
-            start = starts[row]
+        for row, start, length, padded_length in zip(
+            rows, row_starts, row_lengths, padded_lengths, strict=True
+        ):
+            # Padding tokens repeat the last one, at its position.
+            last_position = start + length - 1
             padded_positions = np.arange(start, start + padded_length)
-            positions.append(np.minimum(padded_positions, start + lengths[row] - 1))
+            positions.append(np.minimum(padded_positions, last_position))
 
             context_length = start + padded_length + num_following
             longest = max(longest, context_length)
@@ -258,16 +260,35 @@ class PagedState(DecodeState):
             f"{longest} tokens overrun {self.num_blocks * BLOCK} slots"
         )
 
+        token_begins = [0, *accumulate(padded_lengths)]
+        block_begins = [0, *accumulate(num_row_blocks)]
         inputs = [
             np.concatenate(positions)[:, None],
-            np.array([starts[row] for row in rows], dtype=np.int32),
-            np.array([0, *accumulate(padded_lengths)], dtype=np.int32),
+            # In the order of `ATTENTION_INPUTS`.
+            np.array(row_starts, dtype=np.int32),
+            np.array(token_begins, dtype=np.int32),
             np.concatenate(block_tables),
-            np.array([0, *accumulate(num_row_blocks)], dtype=np.int32),
+            np.array(block_begins, dtype=np.int32),
             np.array(longest, dtype=np.int32),
         ]
-        sources, destinations = _padding([lengths[row] for row in rows], padded_lengths)
-        return PagedCall(inputs, sum(lengths), sources, destinations)
+        sources, destinations = _padding(row_lengths, padded_lengths)
+        return PagedCall(inputs, sum(row_lengths), sources, destinations)
+
+    def _padded_lengths(
+        self, starts: Sequence[int], lengths: Sequence[int], size: int, num_slots: int
+    ) -> list[int]:
+        """How many tokens a call computes for each row, padding included."""
+        padded_lengths = []
+        for start, length in zip(starts, lengths, strict=True):
+            room = num_slots - start
+            fewest_tokens = min(self.fewest_tokens, room)
+            padded_lengths.append(max(length, fewest_tokens))
+
+        # The last row takes the rest, as far as it has room.
+        num_missing = size - sum(padded_lengths)
+        room = num_slots - starts[-1] - padded_lengths[-1]
+        padded_lengths[-1] += max(0, min(num_missing, room))
+        return padded_lengths
 
     def clear(self, rows: Sequence[int]) -> None:
         super().clear(rows)
@@ -300,16 +321,18 @@ def _padding(
     first_source = 0
     first_destination = 0
     for length, padded_length in zip(lengths, padded_lengths, strict=True):
-        sources.append(first_source + np.minimum(np.arange(padded_length), length - 1))
+        # Padding tokens repeat the row's last one.
+        offsets = np.minimum(np.arange(padded_length), length - 1)
+        sources.append(first_source + offsets)
         destinations.append(np.arange(first_destination, first_destination + length))
         first_source += length
         first_destination += padded_length
+    all_sources = torch.from_numpy(np.concatenate(sources))
 
-    only_at_end = list(lengths[:-1]) == list(padded_lengths[:-1])
-    return (
-        torch.from_numpy(np.concatenate(sources)),
-        None if only_at_end else np.concatenate(destinations),
-    )
+    is_only_at_end = list(lengths[:-1]) == list(padded_lengths[:-1])
+    if is_only_at_end:
+        return all_sources, None
+    return all_sources, np.concatenate(destinations)
 
 
 def flatten_rows(rows: Tensor, lengths: Sequence[int]) -> Tensor:

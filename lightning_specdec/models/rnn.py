@@ -85,10 +85,12 @@ class RNN(LanguageModel):
             recurrent_state = _recurrent(state, self)
             hidden = recurrent_state.hidden().split(self.hidden_size, dim=-1)
             outputs = self.run_layers(tokens, hidden)
-            joined = torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
-            recurrent_state.append(joined, valid_lengths)
-        logits = self.output_logits(select(outputs[-1], logits_for))
-        return ModelOutput(logits, {layer: outputs[layer] for layer in features}, logits_for)
+            recurrent_state.append(_join_layers(outputs), valid_lengths)
+
+        scored_hidden = select(outputs[-1], logits_for)
+        logits = self.output_logits(scored_hidden)
+        requested_features = {layer: outputs[layer] for layer in features}
+        return ModelOutput(logits, requested_features, logits_for)
 
     def run_layers(
         self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]
@@ -101,9 +103,13 @@ class RNN(LanguageModel):
         outputs = []
         inputs = self.embedding(tokens)
         for layer, layer_hidden in zip(self.layers, hidden, strict=True):
-            initial = None if layer_hidden is None else layer_hidden[None].contiguous()
-            inputs, _ = layer(inputs, initial)
-            outputs.append(inputs)
+            initial = None
+            if layer_hidden is not None:
+                # nn.RNN expects `[num_layers, B, H]`, and each of these modules has one layer.
+                initial = layer_hidden[None].contiguous()
+            layer_outputs, _ = layer(inputs, initial)
+            outputs.append(layer_outputs)
+            inputs = layer_outputs
         return outputs
 
     def check_output_head(self) -> None:
@@ -125,6 +131,13 @@ def _recurrent(state: DecodeState, model: RNN) -> RecurrentState:
         f"{type(model).__name__} needs a RecurrentState, got {state}"
     )
     return state
+
+
+def _join_layers(hidden: Sequence[Float[Tensor, "*B H"]]) -> Float[Tensor, "*B D"]:
+    """The hidden states of all layers side by side, as `RecurrentState` stores them."""
+    if len(hidden) == 1:
+        return hidden[0]
+    return torch.cat(tuple(hidden), dim=-1)
 
 
 class FusedRNN(RNN):
@@ -157,16 +170,20 @@ class FusedRNN(RNN):
         # Plain attributes: a registered buffer is found through nn.Module.__getattr__, which costs
         # as much as a launch.
         layers: list[Any] = list(self.layers)
+
+        # The first layer: a table of what it adds up for each token, and the weight of its state.
         input_weight, hidden_weight, input_bias, hidden_bias = layers[0].parameters()
         projected_embeddings = self.embedding.weight @ input_weight.T
         self._table = projected_embeddings + input_bias + hidden_bias
         self._weight = hidden_weight.T.contiguous()
 
+        # Each upper layer: one weight for its input and its state side by side.
         self._upper_layers: list[tuple[Tensor, Tensor]] = []
         for layer in layers[1:]:
             input_weight, hidden_weight, input_bias, hidden_bias = layer.parameters()
-            joined_weight = torch.cat((input_weight, hidden_weight), dim=1).T.contiguous()
-            self._upper_layers.append((joined_weight, input_bias + hidden_bias))
+            joined_weight = torch.cat((input_weight, hidden_weight), dim=1)
+            joined_bias = input_bias + hidden_bias
+            self._upper_layers.append((joined_weight.T.contiguous(), joined_bias))
 
         self._head_weight = self.output.weight.T.contiguous()
         self._head_bias = self.output.bias.clone()
@@ -175,22 +192,32 @@ class FusedRNN(RNN):
         return self
 
     def _step(self, inputs: Tensor, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Every layer's next hidden state, from the token's row of the table and the last ones."""
-        next_hidden = [torch.addmm(inputs, hidden[0], self._weight).tanh_()]
+        """Every layer's hidden state after a token.
+
+        Args:
+            inputs: the token's rows of `_table`, `[B, H]`.
+            hidden: every layer's hidden state before the token, `[B, H]` each.
+        """
+        output = torch.addmm(inputs, hidden[0], self._weight).tanh_()
+        next_hidden = [output]
         for (weight, bias), layer_hidden in zip(self._upper_layers, hidden[1:], strict=True):
-            joined = torch.cat((next_hidden[-1], layer_hidden), dim=1)
-            next_hidden.append(torch.addmm(bias, joined, weight).tanh_())
+            joined = torch.cat((output, layer_hidden), dim=1)
+            output = torch.addmm(bias, joined, weight).tanh_()
+            next_hidden.append(output)
         return next_hidden
 
     def run_layers(self, tokens: Tensor, hidden: Sequence[Tensor | None]) -> list[Tensor]:
         inputs = self._table[tokens]
         zeros = inputs.new_zeros(tokens.shape[0], self.hidden_size)
-        layer_hidden = [zeros if layer is None else layer for layer in hidden]
-        steps = []
+        next_hidden = [zeros if layer_hidden is None else layer_hidden for layer_hidden in hidden]
+
+        hidden_by_step = []
         for step_inputs in inputs.unbind(1):
-            layer_hidden = self._step(step_inputs, layer_hidden)
-            steps.append(layer_hidden)
-        return [torch.stack(layer_steps, dim=1) for layer_steps in zip(*steps, strict=True)]
+            next_hidden = self._step(step_inputs, next_hidden)
+            hidden_by_step.append(next_hidden)
+
+        hidden_by_layer = zip(*hidden_by_step, strict=True)
+        return [torch.stack(layer_steps, dim=1) for layer_steps in hidden_by_layer]
 
     def output_logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self._head_weight + self._head_bias
@@ -209,21 +236,22 @@ class FusedRNN(RNN):
             return
 
         recurrent_state = _recurrent(state, self)
-        hidden = list(recurrent_state.hidden().split(self.hidden_size, dim=-1))
-        steps: list[Tensor] = []
-        for token in tokens.unbind(1):
-            hidden = self._step(self._table.index_select(0, token), hidden)
-            steps.append(self._joined(hidden))
+        hidden: Sequence[Tensor] = recurrent_state.hidden().split(self.hidden_size, dim=-1)
+        hidden_after_tokens: list[Tensor] = []
+        for next_tokens in tokens.unbind(1):
+            hidden = self._read(next_tokens, hidden)
+            hidden_after_tokens.append(_join_layers(hidden))
 
         for i in range(num_tokens):
             logits = torch.addmm(self._head_bias, hidden[-1], self._head_weight)
-            token = choose(logits, i)
-            is_last = i == num_tokens - 1
-            if not is_last:  # the state consumes all new tokens but the last one
-                hidden = self._step(self._table.index_select(0, token), hidden)
-                steps.append(self._joined(hidden))
-        recurrent_state.append(torch.stack(steps, dim=1))
+            next_tokens = choose(logits, i)
+            # The state consumes all new tokens but the last one.
+            if i < num_tokens - 1:
+                hidden = self._read(next_tokens, hidden)
+                hidden_after_tokens.append(_join_layers(hidden))
+        recurrent_state.append(torch.stack(hidden_after_tokens, dim=1))
 
-    def _joined(self, hidden: list[Tensor]) -> Tensor:
-        """The hidden states of all layers side by side."""
-        return torch.cat(hidden, dim=1) if self.num_layers > 1 else hidden[0]
+    def _read(self, tokens: Int[Tensor, "B"], hidden: Sequence[Tensor]) -> list[Tensor]:
+        """Every layer's hidden state after one more token of each row."""
+        inputs = self._table.index_select(0, tokens)
+        return self._step(inputs, hidden)

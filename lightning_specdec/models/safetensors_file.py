@@ -9,11 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from lightning_specdec.config.files import cache_home, replaced
+from lightning_specdec.config.hub import is_gguf
+
+if TYPE_CHECKING:
+    from lightning_specdec.models.adapters import Adapter
 
 SINGLE = "model.safetensors"
 """File name of weights that are stored in one file."""
@@ -37,27 +41,34 @@ class Origin:
     Args:
         source: the directory or Hub name that the user passed.
         path: the directory that was read.
+        adapter: the adapter that was merged into these weights; None if there is none.
     """
 
     source: str
     path: Path
+    adapter: Adapter | None = None
 
     @cached_property
     def sha256(self) -> str:
-        """See `weights_sha256`."""
-        return weights_sha256(self.path)
+        """See `weights_sha256`. With an adapter, a hash of both."""
+        return self._with_adapter(weights_sha256(self.path))
 
     @cached_property
     def single_file_sha256(self) -> str:
-        """See `single_file_sha256`."""
-        return single_file_sha256(self.path)
+        """See `single_file_sha256`. With an adapter, a hash of both."""
+        return self._with_adapter(single_file_sha256(self.path))
+
+    def _with_adapter(self, sha256: str) -> str:
+        if self.adapter is None:
+            return sha256
+        return hashlib.sha256(f"{sha256} {self.adapter.sha256}".encode()).hexdigest()
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
     """Return a file's metadata and the shapes of its tensors, checked against the file's size.
 
     Raises:
-        ValueError: the file is cut off, longer than its header says, or has another format.
+        ValueError: the file is cut off, longer than its header declares, or has another format.
     """
     try:
         with safe_open(path, "np") as file:
@@ -71,11 +82,13 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files of a model's directory, sorted by name.
+    """Return the weight files of a model's directory, sorted by name; a GGUF file itself.
 
     Raises:
         ValueError: there are none, the index is damaged, or a file is missing.
     """
+    if is_gguf(directory):
+        return [directory]
     if (directory / SINGLE).is_file():
         file_names = [SINGLE]
     else:
@@ -123,6 +136,7 @@ def weights_sha256(directory: Path) -> str:
         digest = hashlib.sha256()
         for path in files:
             with path.open("rb") as file:
+                # Adds the file's bytes to the digest that the function returns.
                 hashlib.file_digest(file, lambda: digest)
         return digest.hexdigest()
 
@@ -139,6 +153,8 @@ def single_file_sha256(directory: Path) -> str:
         ValueError: there are no weights, or a file is missing or damaged.
     """
     files = weight_files(directory)
+    if is_gguf(directory):
+        return weights_sha256(directory)
     tensors: dict[str, _StoredTensor] = {}
     for path in files:
         tensors.update(_stored_tensors(path))

@@ -11,7 +11,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +41,11 @@ class DecodeState(ABC):
         consumed: number of tokens that each row has consumed, on the host.
         committed: for each row the smallest length that it can still be truncated to.
         device: where the state's tensors are.
+        shares_calls: whether one call of the model reads all rows. If not, an empty row costs a
+            call.
     """
+
+    shares_calls: ClassVar[bool] = True
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self.consumed = [0] * batch_size
@@ -88,7 +93,7 @@ class DecodeState(ABC):
             )
 
     def _truncate(self) -> None:  # noqa: B027
-        """Work of truncating besides changing `consumed`."""
+        """Work of truncating in addition to changing `consumed`."""
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Give up truncating below these lengths, which frees memory.
@@ -105,8 +110,10 @@ class DecodeState(ABC):
         """
         previous = self.consumed
         if valid_lengths is not None:
-            counts = zip(previous, as_list(valid_lengths), strict=True)
-            self.consumed = [length + count for length, count in counts]
+            row_counts = as_list(valid_lengths)
+            self.consumed = [
+                length + count for length, count in zip(previous, row_counts, strict=True)
+            ]
             return
 
         self.consumed = [length + num_tokens for length in previous]
@@ -121,8 +128,11 @@ class DecodeState(ABC):
         """Change the batch to `len(rows)` rows: row i is the former row `rows[i]`, or empty where
         that is -1.
         """
-        index = torch.tensor(rows, device=self.device)
-        self._select(rows, index.clamp(min=0), index < 0)
+        row_numbers = torch.tensor(rows, device=self.device)
+        is_empty = row_numbers < 0
+        # Any row will do as the source of an empty one, which is set to zero.
+        source = row_numbers.clamp(min=0)
+        self._select(rows, source, is_empty)
         self.consumed = _select_lengths(self.consumed, rows)
         self.committed = _select_lengths(self.committed, rows)
 
@@ -149,8 +159,9 @@ def _clear_lengths(lengths: list[int], rows: Sequence[int]) -> list[int]:
 
 def _select_rows(values: Tensor, source: Tensor, empty: Tensor) -> Tensor:
     """The rows of `values` by `source`, zero where `empty`."""
-    one_for_each_row = empty.view(-1, *[1] * (values.dim() - 1))
-    return values[source].masked_fill(one_for_each_row, 0)
+    num_other_dimensions = values.dim() - 1
+    row_mask = empty.view(-1, *[1] * num_other_dimensions)
+    return values[source].masked_fill(row_mask, 0)
 
 
 class RecurrentState(DecodeState):
@@ -194,9 +205,11 @@ class RecurrentState(DecodeState):
             if min(slots) == max(slots):
                 self._current = self._slot(slots[0])
             else:
+                # Rows continue from different slots: one gather over the slots of all rows.
                 flat_slots = [row * self._num_slots + slot for row, slot in enumerate(slots)]
                 index = torch.tensor(flat_slots, device=self.device)
-                self._current = self._past.flatten(0, 1).index_select(0, index)
+                all_slots = self._past.flatten(0, 1)
+                self._current = all_slots.index_select(0, index)
         return self._current
 
     def _slot(self, slot: int) -> Float[Tensor, "B D"]:
@@ -211,16 +224,18 @@ class RecurrentState(DecodeState):
         """Store the hidden states after each of T tokens, and count the valid ones as consumed."""
         num_tokens = hidden.shape[1]
         slots = self._slots
-        if min(slots) == self._num_slots - 1:
+        all_rows_use_last_slot = min(slots) == self._num_slots - 1
+        if all_rows_use_last_slot:
             self._chunks.append(hidden)
             self._num_slots += num_tokens
         else:
             # Rows that were truncated overwrite what they have after their present slot.
             offsets = torch.arange(1, num_tokens + 1, device=self.device)
             new_slots = torch.tensor(slots, device=self.device)[:, None] + offsets
-            room = torch.cat((self._past, torch.zeros_like(hidden)), dim=1)
             index = new_slots[..., None].expand_as(hidden)
-            self._keep(room.scatter_(1, index, hidden))
+            extended_past = torch.cat((self._past, torch.zeros_like(hidden)), dim=1)
+            extended_past.scatter_(1, index, hidden)
+            self._keep(extended_past)
 
         self._current = None
         if valid_lengths is None:
@@ -309,21 +324,26 @@ class KVStorage:
         Returns those of the slots to attend over, as views of the buffers.
         """
         if layer not in self.layers:
-            self.layers[layer] = self._new_buffer(keys), self._new_buffer(values)
+            self.layers[layer] = (self._new_buffer(keys), self._new_buffer(values))
         key_buffer, value_buffer = self.layers[layer]
+
         if slots.first is not None:
-            written = slice(slots.first, slots.first + keys.shape[2])
-            key_buffer[:, :, written] = keys
-            value_buffer[:, :, written] = values
+            end = slots.first + keys.shape[2]
+            key_buffer[:, :, slots.first : end] = keys
+            value_buffer[:, :, slots.first : end] = values
         else:
+            # Positions beyond the last slot are padding, and the last slot is free for it.
             positions = slots.positions.clamp(max=self.num_slots - 1)
+            # Indices around a slice put rows and positions first: `[B, T, H, D]`.
             key_buffer[self.rows, :, positions] = keys.transpose(1, 2)
             value_buffer[self.rows, :, positions] = values.transpose(1, 2)
-        return key_buffer[:, :, : slots.span], value_buffer[:, :, : slots.span]
+
+        attended_keys = key_buffer[:, :, : slots.span]
+        attended_values = value_buffer[:, :, : slots.span]
+        return attended_keys, attended_values
 
     def _new_buffer(self, like: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H S D"]:
-        # Zeros, not empty: a NaN left in a masked slot would still poison attention through 0 *
-        # NaN.
+        # Zeros, not empty: a NaN in a masked slot would still poison attention through 0 * NaN.
         batch_size, num_heads, _, size = like.shape
         return like.new_zeros(batch_size, num_heads, self.num_slots, size)
 
@@ -352,7 +372,7 @@ def next_span(num_slots: int) -> int:
 class StoragePool:
     """Idle storages, whose recorded calls serve their next state."""
 
-    MOST_IDLE = 3
+    MAX_IDLE = 3
     """Most slots of all idle storages together, in multiples of the largest: halves of a shrinking
     batch need two.
     """
@@ -374,11 +394,10 @@ class StoragePool:
     def give_back(self, storage: KVStorage) -> None:
         """Keep a storage that is no longer used, and drop those that were not used for longest."""
         self._idle.insert(0, storage)
-        most_slots = self.MOST_IDLE * max(idle.size for idle in self._idle)
-        num_slots = 0
-        for i, idle in enumerate(self._idle):
-            num_slots += idle.size
-            if num_slots > most_slots:
+        sizes = [idle.size for idle in self._idle]
+        max_slots = self.MAX_IDLE * max(sizes)
+        for i, num_slots in enumerate(accumulate(sizes)):
+            if num_slots > max_slots:
                 del self._idle[i:]
                 return
 
@@ -389,7 +408,7 @@ class StoragePool:
 class KVState(DecodeState):
     """Attention's keys and values, layer by layer, in static buffers `[B, H, S, D]`.
 
-    Position = length + offset and the mask is `key_position <= query_position`, so what lies
+    Position = length + offset and the mask is `key_position <= query_position`, so what is
     beyond a row's length is never read. Truncating lowers a length: nothing is cropped, padded or
     copied, and rows of different lengths share one call. A layer's buffers are allocated when it
     first writes, so layers may differ.
@@ -399,7 +418,7 @@ class KVState(DecodeState):
 
     Args:
         batch_size: rows.
-        max_length: most tokens that a row consumes. One slot more holds the padding that lies
+        max_length: maximum tokens that a row consumes. One more slot contains the padding
             after them.
         pool: where the buffers come from and return to, with what was recorded over them; None for
             buffers of this state only.
@@ -432,20 +451,24 @@ class KVState(DecodeState):
 
     def slots(self, num_tokens: int, starts: Sequence[int] | None = None) -> Slots:
         """The slots of the next `num_tokens` tokens of every row, or of those from `starts` on."""
-        lengths = self.consumed if starts is None else starts
-        shortest = min(lengths)
-        longest = max(lengths)
-        span = min(longest + num_tokens, self.num_slots)
-        if shortest == longest and longest + num_tokens <= self.num_slots:
-            positions = torch.arange(longest, longest + num_tokens, device=self.device)
-            return Slots(positions.expand(len(lengths), -1), longest, span)
+        host_starts = self.consumed if starts is None else starts
+        first = min(host_starts)
+        last = max(host_starts)
+        end = last + num_tokens
+        span = min(end, self.num_slots)
 
+        if first == last and end <= self.num_slots:
+            positions = torch.arange(first, end, device=self.device)
+            return Slots(positions.expand(len(host_starts), -1), first, span)
+
+        # Rows differ, so each has positions of its own.
         if starts is None:
             device_starts = self.lengths
         else:
             device_starts = torch.tensor(starts, device=self.device)
         offsets = torch.arange(num_tokens, device=self.device)
-        return Slots(device_starts[:, None] + offsets, None, span)
+        positions = device_starts[:, None] + offsets
+        return Slots(positions, None, span)
 
     def recorded_span(self, num_tokens: int) -> int:
         """Number of slots that a recorded call attends over after it reads `num_tokens`."""
@@ -453,9 +476,8 @@ class KVState(DecodeState):
 
     def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
         super().advance(num_tokens, valid_lengths)
-        assert max(self.consumed) < self.num_slots, (
-            f"{max(self.consumed)} tokens overrun {self.num_slots - 1} slots"
-        )
+        longest = max(self.consumed)
+        assert longest < self.num_slots, f"{longest} tokens overrun {self.num_slots - 1} slots"
 
     def clear(self, rows: Sequence[int]) -> None:
         super().clear(rows)
@@ -466,18 +488,18 @@ class KVState(DecodeState):
         previous = self.storage
         selected: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, (keys, values) in previous.layers.items():
-            selected[layer] = (
-                _select_rows(keys, source, empty),
-                _select_rows(values, source, empty),
-            )
+            selected_keys = _select_rows(keys, source, empty)
+            selected_values = _select_rows(values, source, empty)
+            selected[layer] = (selected_keys, selected_values)
+
         if self._pool is not None:
             self._returned.detach()
             self._pool.give_back(previous)
-
         self._use(len(source), self.num_slots)
+
         for layer, (keys, values) in selected.items():
             if layer not in self.storage.layers:
-                self.storage.layers[layer] = keys, values
+                self.storage.layers[layer] = (keys, values)
                 continue
             # Recorded calls read these buffers, so they stay in place.
             key_buffer, value_buffer = self.storage.layers[layer]

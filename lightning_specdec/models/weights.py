@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import numpy as np
@@ -12,9 +13,22 @@ import torch
 from torch import Tensor, nn
 
 _SAMPLE_SIZE = 64
-_BLOCK_BYTES = 8192
-_FACTORS = np.random.default_rng(0).integers(2**62, size=_BLOCK_BYTES // 8, dtype=np.int64) * 2 + 1
-"""An odd factor for each 64-bit word of a block, so that the order of the words counts."""
+_ROW_BYTES = 8192
+_BLOCK_ROWS = 512
+"""Rows that a thread reads at a time: 4 MiB."""
+_THREADED_BYTES = 2**24
+"""Weights of at least this size are read by several threads."""
+
+
+def _odd_factors() -> np.ndarray:
+    generator = np.random.default_rng(0)
+    words_per_row = _ROW_BYTES // 8
+    numbers = generator.integers(2**62, size=words_per_row, dtype=np.int64)
+    return 2 * numbers + 1
+
+
+_FACTORS = _odd_factors()
+"""An odd factor for each 64-bit word of a row, so that the order of the words counts."""
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -29,21 +43,31 @@ def weights_digest(module: nn.Module) -> str:
         origin = getattr(part, "origin", None)
         if origin is not None:
             digest.update(f"{name} {origin.sha256}".encode())
-            ids_from_files.update(id(tensor) for tensor in _tensors(part))
+            for tensor in _tensors(part):
+                ids_from_files.add(id(tensor))
 
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        digest.update(name.encode())
         values = tensor.detach()
         is_from_file = id(tensor) in ids_from_files
-        digest.update(name.encode())
 
-        # A quantized weight has no plain bytes; the hash of its file stands for it.
+        # A quantized weight has no plain bytes; the hash of its file identifies it.
         if is_from_file and type(values) is not Tensor:
             digest.update(f"{values.dtype} {type(values).__name__}".encode())
             continue
 
-        data = values.cpu().flatten().view(torch.uint8).numpy().data
-        digest.update(zlib.crc32(data).to_bytes(4) if is_from_file else data)
+        data = _plain_bytes(values).data
+        if is_from_file:
+            digest.update(zlib.crc32(data).to_bytes(4))
+        else:
+            digest.update(data)
     return digest.hexdigest()
+
+
+def _plain_bytes(tensor: Tensor) -> np.ndarray:
+    """A tensor's bytes in the order of its elements."""
+    elements = tensor.cpu().flatten()
+    return elements.view(torch.uint8).numpy()
 
 
 def weights_checksum(tensors: Iterable[Tensor]) -> list[int]:
@@ -51,11 +75,26 @@ def weights_checksum(tensors: Iterable[Tensor]) -> list[int]:
 
     torch counts most writes to a tensor, but not those through `.data`, through a numpy view or by
     fused optimizers. Only the bytes themselves show these.
+
+    A weight is read in rows of 1024 words, each of which counts with a factor of its own. So every
+    change within a word shows. Changes of several words cancel with a probability of 2^-63.
     """
-    return [_tensor_checksum(tensor.detach()) for tensor in tensors]
+    all_tensors = [tensor.detach() for tensor in tensors]
+    num_threads = torch.get_num_threads()
+    num_bytes = sum(tensor.nbytes for tensor in all_tensors if type(tensor) is Tensor)
+    if num_threads == 1 or num_bytes < _THREADED_BYTES:
+        return [_tensor_checksum(tensor, map) for tensor in all_tensors]
+    # numpy lets other threads run while it adds numbers.
+    with ThreadPoolExecutor(num_threads) as pool:
+        return [_tensor_checksum(tensor, pool.map) for tensor in all_tensors]
 
 
-def _tensor_checksum(tensor: Tensor) -> int:
+def _tensor_checksum(tensor: Tensor, run_all: Callable[..., Iterable[bytes]]) -> int:
+    """The checksum of one tensor.
+
+    Args:
+        run_all: `map`, or the same in several threads.
+    """
     if type(tensor) is not Tensor:
         return _subclass_checksum(tensor)
     if tensor.is_meta or not tensor.numel():
@@ -63,14 +102,24 @@ def _tensor_checksum(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
 
-    data = tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy()
-    num_blocks = data.size // _BLOCK_BYTES
-    num_block_bytes = num_blocks * _BLOCK_BYTES
-    blocks = data[:num_block_bytes].view(np.int64).reshape(num_blocks, _FACTORS.size)
+    data = _plain_bytes(tensor)
+    num_rows = data.size // _ROW_BYTES
+    num_row_bytes = num_rows * _ROW_BYTES
+    words = data[:num_row_bytes].view(np.int64)
+    rows = words.reshape(num_rows, _FACTORS.size)
+    blocks = [rows[start : start + _BLOCK_ROWS] for start in range(0, num_rows, _BLOCK_ROWS)]
 
-    # The products wrap around at 64 bits. One result for each block, whose order counts as well.
-    checksum = zlib.crc32((blocks @ _FACTORS).tobytes())
-    return zlib.crc32(data[num_block_bytes:].tobytes(), checksum)
+    # The bytes after the last full row are few, so they are added directly.
+    remainder = data[num_row_bytes:]
+    digest = hashlib.blake2b(remainder.tobytes(), digest_size=8)
+    for row_sums in run_all(_row_sums, blocks):
+        digest.update(row_sums)
+    return int.from_bytes(digest.digest())
+
+
+def _row_sums(rows: np.ndarray) -> bytes:
+    """The sum of each row's words times their factors, which wraps around at 64 bits."""
+    return (rows @ _FACTORS).tobytes()
 
 
 def _subclass_checksum(tensor: Tensor) -> int:
@@ -79,30 +128,37 @@ def _subclass_checksum(tensor: Tensor) -> int:
     if flatten is None:
         return 0
     names, _ = flatten()
-    parts = [getattr(tensor, name).detach() for name in names]
-    return zlib.crc32(repr(weights_checksum(parts)).encode())
+    inner_tensors = [getattr(tensor, name) for name in names]
+    inner_checksums = weights_checksum(inner_tensors)
+    return zlib.crc32(repr(inner_checksums).encode())
 
 
-def weights_stamp(*modules: nn.Module) -> tuple[list[tuple[int, int | None, torch.dtype]], bytes]:
+WeightIdentity = tuple[int, int | None, torch.dtype]
+"""A tensor's id, how often torch has written to it (None if torch does not count), its dtype."""
+
+
+def weights_stamp(*modules: nn.Module) -> tuple[list[WeightIdentity], bytes]:
     """A value that changes when weights do, read from a sample of each weight.
 
-    It holds each weight's identity, how often torch has written to it, and some of its values. A
-    write that torch does not count may change others only: `weights_checksum` misses none.
+    It holds each weight's identity, and some of its values. A write that torch does not count may
+    change other values only. `weights_checksum` notices every write.
     """
-    weights: list[Tensor] = []
-    for module in modules:
-        weights.extend(module.parameters())
-
-    identities: list[tuple[int, int | None, torch.dtype]] = []
+    identities: list[WeightIdentity] = []
     samples: list[Tensor] = []
-    for weight in weights:
+    for weight in chain.from_iterable(module.parameters() for module in modules):
         num_writes = None if weight.is_inference() else weight._version
         identities.append((id(weight), num_writes, weight.dtype))
+
+        # Subclasses of Tensor, such as quantized weights, have no plain values to sample.
         if type(weight.data) is Tensor:
             stride = max(1, weight.numel() // _SAMPLE_SIZE)
             sample = weight.data.flatten()[::stride].contiguous()
             samples.append(sample.view(torch.uint8).cpu())
-    return identities, torch.cat(samples).numpy().tobytes() if samples else b""
+
+    if not samples:
+        return identities, b""
+    sampled_bytes = torch.cat(samples).numpy().tobytes()
+    return identities, sampled_bytes
 
 
 def _tensors(module: nn.Module) -> Iterable[Tensor]:

@@ -1,1 +1,1 @@
-"""Reports: what a results directory says, as one page."""
+"""Reports: a results directory as one page."""

@@ -10,8 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_specdec.bench.records import HUGGING_FACE, SPECULATIVE, Comparison
-from lightning_specdec.bench.statistics import LEVEL, Interval
-from lightning_specdec.bench.verdict import Verdict, judge, ranked, rows_within_noise
+from lightning_specdec.bench.statistics import Interval
+from lightning_specdec.bench.verdict import (
+    Verdict,
+    judge,
+    level_among,
+    ranked,
+    rows_within_noise,
+)
 
 Workload = tuple[str, str, float, int, int]
 """Pair, domain, temperature, batch size, new tokens."""
@@ -155,11 +161,10 @@ def _advise(workload: Workload, comparisons: Sequence[Comparison]) -> Advice:
 def corrected_verdict(comparison: Comparison, num_cases: int) -> Verdict:
     """The verdict on a case that was chosen as the best of several, for other prompts too.
 
-    The level of the interval is raised (Bonferroni) so that, if no case gains, one is called faster
-    with a probability of at most 1 - `LEVEL`. A single prompt or batch is too few: it does not show
-    how much prompts differ, however often it is run.
+    A single prompt or batch is too few: it does not show how much prompts differ, however often it
+    is run.
     """
-    level = 1 - 2 * (1 - LEVEL) / max(2, num_cases)
+    level = level_among(num_cases)
     return judge(comparison.speedup(level), comparison.num_units, level=level)
 
 
@@ -193,7 +198,7 @@ def shown(interval: Interval | None) -> str:
 
 
 def _is_above(speedup: Interval | None, other_speedup: Interval | None) -> bool:
-    """Whether one interval lies above the other; False without intervals."""
+    """Whether one interval is above the other; False without intervals."""
     if speedup is None or other_speedup is None:
         return False
     return speedup.low > other_speedup.high

@@ -72,7 +72,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """What a results directory says."""
+    """The contents of a results directory as answers, tables, and charts."""
 
     name: str
     manifest: Mapping[str, Any]
@@ -176,10 +176,10 @@ class Report:
         if rounds(dtype):
             return [
                 f"{pair}: tokens differ from standard decoding's in {len(different_cells)} of "
-                f"{len(checked_cells)} cells, as they may where {dtype} rounds; `audit` tells such "
-                "a tie from a bug"
+                f"{len(checked_cells)} cells, which rounding in {dtype} can cause; `audit` "
+                "distinguishes a tie from a bug"
             ]
-        reason = "gave other tokens than standard decoding: see what `audit` finds"
+        reason = "generated other tokens than standard decoding: run `audit`"
         return [f"{_cell_name(cell)} {reason}" for cell in different_cells]
 
     def advice_table(self) -> Table:
@@ -235,7 +235,7 @@ def _page(report: Report, tables: Mapping[str, Table]) -> str:
 
     answer = answer_chart(report.advice, report.cells)
     date = str(report.manifest.get("date", "?"))[:10]
-    # The prompts are many, and of no interest beside the figures.
+    # The page does not show the prompts.
     manifest = {name: value for name, value in report.manifest.items() if name != "prompts"}
     return template.render(
         report=report,

@@ -175,10 +175,11 @@ class RejectionSampling(AcceptanceRule):
         self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
     ) -> Verdict:
         target_probs = sampling.probs(target_logits)
+        verified_probs = target_probs[:, :-1]  # at the positions of draft tokens
         draft_probs = draft.probs
         if draft_probs is None:
             # Deterministic draft tokens: the draft's distribution is one-hot.
-            draft_probs = torch.zeros_like(target_probs[:, :-1])
+            draft_probs = torch.zeros_like(verified_probs)
             draft_probs.scatter_(-1, draft.tokens[..., None], 1.0)
 
         if noise is None:
@@ -190,7 +191,7 @@ class RejectionSampling(AcceptanceRule):
         # Multiplied out, this needs no division by a draft probability that may be 0.
         accept_noise = noise[:, :-1, Purpose.ACCEPT].double()
         draft_token_probs = _token_probs(draft_probs, draft.tokens)
-        target_token_probs = _token_probs(target_probs[:, :-1], draft.tokens)
+        target_token_probs = _token_probs(verified_probs, draft.tokens)
         accepted = accept_noise * draft_token_probs < target_token_probs
 
         if draft.lengths is not None:
@@ -216,10 +217,10 @@ class RejectionSampling(AcceptanceRule):
         residual = (target_probs - padded_draft_probs).clamp_(min=0)
 
         # Equal distributions leave no residual. A rejection there is a rounding error, and the
-        # correction is drawn from the target. NaN in padding of `draft_probs` also ends here.
-        has_mass = residual.sum(-1, keepdim=True) > MIN_RESIDUAL_MASS
-        residual = torch.where(has_mass, residual, target_probs)
-        return draw(residual, noise)
+        # correction is drawn from the target, as it is where padding of `draft_probs` is NaN.
+        mass = residual.sum(-1, keepdim=True)
+        weights = torch.where(mass > MIN_RESIDUAL_MASS, residual, target_probs)
+        return draw(weights, noise)
 
 
 class _LossyRule(AcceptanceRule):
@@ -265,8 +266,10 @@ class EpsilonThreshold(_LossyRule):
         self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
     ) -> Bool[Tensor, "B K"]:
         assert draft.logits is not None, "the session refuses drafters without logits"
-        target_token_probs = _token_probs(SOFTMAX.probs(target_logits), draft.tokens)
-        draft_token_probs = _token_probs(SOFTMAX.probs(draft.logits), draft.tokens)
+        target_probs = SOFTMAX.probs(target_logits)
+        draft_probs = SOFTMAX.probs(draft.logits)
+        target_token_probs = _token_probs(target_probs, draft.tokens)
+        draft_token_probs = _token_probs(draft_probs, draft.tokens)
         difference = (draft_token_probs - target_token_probs).abs()
         return difference < self.settings.epsilon
 
@@ -323,9 +326,11 @@ def within(accepted: Bool[Tensor, "B K"], lengths: Int[Tensor, "B"] | None) -> B
     if lengths is None:
         return accepted
     positions = torch.arange(accepted.shape[1], device=accepted.device)
-    return accepted & (positions < lengths[:, None])
+    is_drafted = positions < lengths[:, None]
+    return accepted & is_drafted
 
 
 def _token_probs(probs: Float[Tensor, "B K V"], tokens: Int[Tensor, "B K"]) -> Float[Tensor, "B K"]:
     """The probability of each token."""
-    return probs.gather(-1, tokens[..., None]).squeeze(-1)
+    token_probs = probs.gather(-1, tokens[..., None])
+    return token_probs.squeeze(-1)

@@ -40,9 +40,9 @@ class RepetitionPenalty:
         self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
     ) -> Float[Tensor, "1 V"]:
         prefix_scores = scores.gather(1, prefix)
-        penalized_scores = torch.where(
-            prefix_scores < 0, prefix_scores * self.penalty, prefix_scores / self.penalty
-        )
+        multiplied = prefix_scores * self.penalty
+        divided = prefix_scores / self.penalty
+        penalized_scores = torch.where(prefix_scores < 0, multiplied, divided)
         return scores.scatter(1, prefix, penalized_scores)
 
 
@@ -73,17 +73,22 @@ class Sampling(SamplingSettings):
         processors: list[Any] = []
         if self.repetition_penalty is not None:
             processors.append(RepetitionPenalty(self.repetition_penalty))
-        processors += [
-            processor for processor in self.processors
-            if not isinstance(processor, RepetitionPenalty)
-        ]  # fmt: skip
+        for processor in self.processors:
+            if not isinstance(processor, RepetitionPenalty):
+                processors.append(processor)
+
+        # The class is frozen.
         object.__setattr__(self, "processors", tuple(processors))
 
     @classmethod
     def of(cls, config: SamplingSettings) -> Sampling:
         """The sampling of a `DecodingConfig` or other `SamplingSettings`, with its processors."""
-        names = [setting.name for setting in fields(cls)]
-        return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+        arguments = {}
+        for setting in fields(cls):
+            # Only a `Sampling` has processors.
+            if hasattr(config, setting.name):
+                arguments[setting.name] = getattr(config, setting.name)
+        return cls(**arguments)
 
     def process(
         self,
@@ -114,18 +119,27 @@ class Sampling(SamplingSettings):
 
         processed = logits.float().clone()
         for row, (text, row_draft) in enumerate(zip(texts, draft_tokens, strict=True)):
-            if text is None:
-                continue
-            tokens = torch.tensor([[*text, *row_draft]], device=logits.device)
-            for i in range(len(row_draft) + 1):
-                prefix = tokens[:, : len(text) + i]
-                scores = self._process_position(prefix, processed[row, i : i + 1].clone())
-                processed[row, i : i + 1] = scores
-
-                has_next = i < len(row_draft)
-                if stop_at_impossible and has_next and scores[0, row_draft[i]] == -torch.inf:
-                    break
+            if text is not None:
+                self._process_row(processed[row], text, row_draft, stop_at_impossible)
         return processed
+
+    def _process_row(
+        self,
+        row_logits: Float[Tensor, "N V"],
+        text: Sequence[int],
+        row_draft: Sequence[int],
+        stop_at_impossible: bool,
+    ) -> None:
+        """Apply the processors to one row, in place."""
+        tokens = torch.tensor([[*text, *row_draft]], device=row_logits.device)
+        for i in range(len(row_draft) + 1):
+            prefix = tokens[:, : len(text) + i]
+            scores = self._process_position(prefix, row_logits[i : i + 1].clone())
+            row_logits[i : i + 1] = scores
+
+            has_next = i < len(row_draft)
+            if stop_at_impossible and has_next and scores[0, row_draft[i]] == -torch.inf:
+                break
 
     def _process_position(
         self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
@@ -149,13 +163,17 @@ class Sampling(SamplingSettings):
         """
         logits = logits.float()
         if self.greedy:
-            return torch.zeros_like(logits).scatter_(-1, largest(logits)[..., None], 1.0)
+            tokens = largest(logits)
+            one_hot = torch.zeros_like(logits)
+            return one_hot.scatter_(-1, tokens[..., None], 1.0)
 
         if self.temperature != 1:
             logits = logits / self.temperature
         probs = logits.softmax(-1)
 
-        if self.top_k is not None and self.top_k < probs.shape[-1]:
+        # Each filter applies to the distribution that the one before it has left.
+        vocab_size = probs.shape[-1]
+        if self.top_k is not None and self.top_k < vocab_size:
             probs = _renormalize(probs, _top_k(probs, self.top_k))
         if self.top_p is not None and self.top_p < 1:
             probs = _renormalize(probs, _nucleus(probs, self.top_p))
@@ -207,8 +225,9 @@ def _renormalize(
 
 def _top_k(probs: Float[Tensor, "*B V"], top_k: int) -> Bool[Tensor, "*B V"]:
     """Mask of the k most likely tokens."""
+    likely_tokens = probs.topk(top_k).indices
     is_allowed = torch.zeros_like(probs, dtype=torch.bool)
-    return is_allowed.scatter_(-1, probs.topk(top_k).indices, True)
+    return is_allowed.scatter_(-1, likely_tokens, True)
 
 
 NUCLEUS_CANDIDATES = 512
@@ -233,11 +252,13 @@ def _nucleus(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tensor, "*B V"]
 
     # topk orders equal probabilities arbitrarily, so the mask is built from the lowest probability
     # in the nucleus: all tokens above it, and as many of the equal ones as there is room for.
-    lowest_prob = ranked_probs.gather(-1, (nucleus_size - 1).clamp(min=0))
+    last_rank = (nucleus_size - 1).clamp(min=0)
+    lowest_prob = ranked_probs.gather(-1, last_rank)
     is_above = rows > lowest_prob
     is_equal = rows == lowest_prob
     num_equal = nucleus_size - is_above.sum(-1, keepdim=True)
-    is_in_nucleus = is_above | (is_equal & (is_equal.cumsum(-1) <= num_equal))
+    is_among_first_equal = is_equal.cumsum(-1) <= num_equal
+    is_in_nucleus = is_above | (is_equal & is_among_first_equal)
 
     # Where all candidates are in the nucleus, more tokens may be.
     needs_sorting = (nucleus_size == NUCLEUS_CANDIDATES).squeeze(-1)
@@ -250,8 +271,11 @@ def _nucleus_by_sorting(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tens
     """`_nucleus` by sorting the whole vocabulary."""
     ranked_probs, token_by_rank = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = ranked_probs.cumsum(-1) - ranked_probs
+    is_rank_in_nucleus = mass_before < top_p
+
+    # Back from ranks to tokens.
     is_in_nucleus = torch.zeros_like(probs, dtype=torch.bool)
-    return is_in_nucleus.scatter_(-1, token_by_rank, mass_before < top_p)
+    return is_in_nucleus.scatter_(-1, token_by_rank, is_rank_in_nucleus)
 
 
 LARGE_VOCABULARY = 4096
@@ -271,12 +295,14 @@ def largest(logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
     if vocab_size < LARGE_VOCABULARY or logits.device.type != "cpu":
         return logits.argmax(-1)
     if logits.dtype == torch.float32:
-        return torch.as_tensor(logits.detach().numpy().argmax(-1))
+        array = logits.detach().numpy()
+        return torch.as_tensor(array.argmax(-1))
 
     # The maximum of every full block, and of the shorter one after them.
     remainder = vocab_size % BLOCK_SIZE
     full_size = vocab_size - remainder
-    block_maxima = logits[..., :full_size].unflatten(-1, (-1, BLOCK_SIZE)).amax(-1)
+    full_blocks = logits[..., :full_size].unflatten(-1, (-1, BLOCK_SIZE))
+    block_maxima = full_blocks.amax(-1)
     if remainder:
         remainder_maximum = logits[..., full_size:].amax(-1, keepdim=True)
         block_maxima = torch.cat((block_maxima, remainder_maximum), dim=-1)
@@ -285,9 +311,12 @@ def largest(logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
     # maximum is lower, or it would have been chosen.
     best_block = block_maxima.argmax(-1, keepdim=True)
     block_start = (best_block * BLOCK_SIZE).clamp(max=vocab_size - BLOCK_SIZE)
+
+    # The best token of the best block.
     token_offsets = torch.arange(BLOCK_SIZE, device=logits.device)
     block_logits = logits.gather(-1, block_start + token_offsets)
-    return block_start.squeeze(-1) + block_logits.argmax(-1)
+    best_offset = block_logits.argmax(-1)
+    return block_start.squeeze(-1) + best_offset
 
 
 def draw(weights: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Tensor, "*B"]:
@@ -302,7 +331,8 @@ def draw(weights: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"]) -> Int[Te
     cumulative_weights = weights.cumsum(-1, dtype=torch.float64)
     total_weight = cumulative_weights[..., -1:]
     thresholds = uniform[..., None] * total_weight
-    return torch.searchsorted(cumulative_weights, thresholds, right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative_weights, thresholds, right=True)
+    return tokens.squeeze(-1)
 
 
 class Purpose(IntEnum):
@@ -338,9 +368,11 @@ def noise_table(seed: int, prompt_index: int, num_positions: int) -> Float[Tenso
     """
     # A hash with extendable output, because torch's CPU generators distinguish only 2^32 seeds.
     key = struct.pack("<QQ", seed, prompt_index % 2**64)
-    num_bytes = 8 * num_positions * len(Purpose)
-    random_bytes = bytearray(hashlib.shake_128(key).digest(num_bytes))
+    num_integers = num_positions * len(Purpose)
+    random_bytes = hashlib.shake_128(key).digest(8 * num_integers)
 
-    integers = torch.frombuffer(random_bytes, dtype=torch.long).view(num_positions, len(Purpose))
+    # frombuffer needs memory that can be written, as a bytearray's.
+    integers = torch.frombuffer(bytearray(random_bytes), dtype=torch.long)
     low_bits = integers & (2**RANDOM_BITS - 1)
-    return low_bits.double() * 2**-RANDOM_BITS
+    uniform = low_bits.double() * 2**-RANDOM_BITS
+    return uniform.view(num_positions, len(Purpose))

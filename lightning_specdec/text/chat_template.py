@@ -1,46 +1,50 @@
-"""Chat templates, rendered in transformers' sandbox with limits on time and size.
+"""Chat templates, rendered in a process with limits on time and memory.
 
 A chat template is a program that comes with a model. Jinja's sandbox keeps it from reaching the
-machine, but a template can still run forever or fill the memory. The limits here end most such
-templates with an error. Not all: a value that contains itself many times over, written out by one
-filter, has no limit, since no check runs inside of a filter.
+machine, but a template can still run forever or fill the memory, in places where no check of ours
+runs. So another process renders it: the system ends that process at its limits, and Ctrl-C reaches
+the process that waits. It is started once and renders all chats.
 """
 
 from __future__ import annotations
 
-import math
-import re
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+import atexit
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateRuntimeError, nodes, pass_context
+import jinja2
+from jinja2 import Template, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+
+from lightning_specdec.config.terminal import one_line
 
 MAX_SECONDS = 1.0
 """Processor time that a template may use for one chat. Real templates need milliseconds."""
+MAX_MEMORY = 2**30
+"""Bytes of memory that the process that renders may use."""
 MAX_SIZE = 10_000_000
-"""Characters of a text, or elements of a list, that one step of a template may create."""
-MAX_INTEGER_BITS = 1024
-"""Size of the integers that a template may compute."""
-MAX_WIDTH = 10_000
-"""Characters to which a template may pad or indent a text."""
-PADDING_FILTERS = ("center", "indent", "tojson", "truncate")
-"""Filters of which an argument is a width."""
-PADDING_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes")
-"""Methods of texts, bytes and integers of which an argument is a width."""
-REMOVED_FILTERS = ("pprint", "urlize", "wordwrap")
-"""Filters for web pages, which can run for minutes without a check. No chat template needs them."""
-_LARGE_PERCENT_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:[0-9]{5,}|\*)")
-"""A width of five digits or more, or from a value, in a format string with percent signs."""
-_LARGE_BRACE_WIDTH = re.compile(r"\{[^{}:]*:[^{}]*(?:[0-9]{5,}|\{)")
-"""The same in a format string with braces."""
+"""Characters that a template may write."""
 
-_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
-"""When the template that is being rendered must be done, by the thread's processor time."""
+_LENGTH_BYTES = 8
+"""Bytes before each request that hold its length."""
+_SERVE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from lightning_specdec.text.chat_template import serve; serve()"
+)
+"""What the other process runs. Its argument is this process's `sys.path`."""
 
 
 def render_chat_template(
@@ -55,8 +59,7 @@ def render_chat_template(
             set here.
 
     Raises:
-        Exception: of any kind that a template can raise; `TemplateRuntimeError` if it exceeds a
-            limit.
+        ValueError: the template refuses the chat, is wrong, or exceeds a limit.
     """
     # As in transformers: many templates would write "None" for a key that is present without a
     # value.
@@ -70,195 +73,154 @@ def render_chat_template(
         "add_generation_prompt": True,
         **variables,
     }
-    reset_token = _deadline.set(time.thread_time() + MAX_SECONDS)
+    return _renderer.render(template, all_variables)
+
+
+class _Renderer:
+    """The process that renders templates, from the side of the one that waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+        """The text that a template writes; raises ValueError with the reason if there is none."""
+        try:
+            request = pickle.dumps((MAX_SECONDS, template, dict(variables)))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(f"a variable is no plain value ({one_line(error)})") from error
+
+        with self._lock:
+            reply = self._ask(request)
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return str(reply["text"])
+
+    def _ask(self, request: bytes) -> dict[str, Any]:
+        """Send a request and wait for its reply."""
+        process = self._running_process()
+        assert process.stdin is not None and process.stdout is not None
+        line = b""
+        try:
+            # A process that has ended meanwhile takes no request, and gives an empty reply.
+            with suppress(BrokenPipeError):
+                process.stdin.write(len(request).to_bytes(_LENGTH_BYTES) + request)
+                process.stdin.flush()
+            line = process.stdout.readline()
+        except BaseException:
+            # Ctrl-C, for example. The next request must not read this one's reply.
+            self.stop()
+            raise
+        if line:
+            reply: dict[str, Any] = json.loads(line)
+            return reply
+        return {"error": _reason_of_end(self.stop())}
+
+    def _running_process(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, json.dumps(sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                # A terminal sends Ctrl-C to this session only.
+                start_new_session=True,
+            )
+        return self._process
+
+    def stop(self) -> int:
+        """End the process; returns its exit status, negative for a signal."""
+        process = self._process
+        self._process = None
+        if process is None:
+            return 0
+        process.kill()
+        process.communicate()
+        return process.returncode
+
+    def forget(self) -> None:
+        """Leave the process to the parent of this one, which was forked."""
+        if self._process is not None:
+            self._process.returncode = 0
+        self.__init__()  # type: ignore[misc]
+
+
+def _reason_of_end(status: int) -> str:
+    if status == -signal.SIGPROF:
+        return f"it does not end within {MAX_SECONDS:g} s"
+    return f"the process that renders it ended with status {status}"
+
+
+_renderer = _Renderer()
+atexit.register(_renderer.stop)
+os.register_at_fork(after_in_child=_renderer.forget)
+
+
+# The other process.
+
+
+def serve() -> None:
+    """Render what arrives on stdin until it is closed, and write a line of JSON for each."""
+    # A program may have started this one with signals ignored or blocked.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    with suppress(ValueError, OSError):  # Not every system has this limit.
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    requests = sys.stdin.buffer
+    replies = sys.stdout.buffer
+    while length := requests.read(_LENGTH_BYTES):
+        reply = _reply_to(requests.read(int.from_bytes(length)))
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+
+
+def _reply_to(request: bytes) -> dict[str, str]:
     try:
-        return _compile(template).render(all_variables)
+        max_seconds, template, variables = pickle.loads(request)
+        # At the end of this processor time, the system ends the process.
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)
+        text = _compile(template).render(variables)
+    except MemoryError:
+        return {"error": f"it needs more than {MAX_MEMORY >> 20} MiB of memory"}
+    except Exception as error:  # a template is a program, which may raise anything
+        return {"error": one_line(error)}
     finally:
-        _deadline.reset(reset_token)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    if len(text) > MAX_SIZE:
+        return {"error": f"it writes more than {MAX_SIZE} characters"}
+    return {"text": text}
+
+
+class _Generation(Extension):
+    """The tag that marks a model's own words in a template. It changes nothing in the text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        tag = next(parser.stream)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=tag.lineno)
 
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> Template:
-    # transformers has no public access to the filters and functions that it offers to templates.
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    source: Any = _compile_jinja_template("").environment
-    environment = LimitedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[type(extension) for extension in source.extensions.values()],
-        # Jinja would compute constant expressions while it compiles, without any check.
-        optimized=False,
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.globals.update(source.globals)
-    # It writes pages of filler text.
-    del environment.globals["lipsum"]
-    environment.filters.update(source.filters)
-    for name in REMOVED_FILTERS:
-        del environment.filters[name]
-    environment.filters["check_each"] = _check_each
-    environment.filters["check_size"] = _check_filtered_size
-    environment.filters["check_width"] = _check_filtered_width
-    environment.filters["check_format"] = _check_filtered_format
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(template)
 
 
-class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with limits on the time and the memory that a template uses.
-
-    Every iteration of a loop and every call compares the time with the deadline, and every step
-    that can make a text or a list longer checks its size.
-    """
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def _generate(
-        self,
-        source: nodes.Template,
-        name: str | None,
-        filename: str | None,
-        defer_init: bool = False,
-    ) -> str:
-        """Jinja's hook between parsing a template and generating its code."""
-        return super()._generate(_AddChecks().visit(source), name, filename, defer_init)
-
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Called by the sandbox for each call in a template, of macros too."""
-        _check_time()
-        owner = getattr(function, "__self__", None)
-        if isinstance(owner, str | bytes | int):
-            method_name = getattr(function, "__name__", "")
-            if method_name in PADDING_METHODS:
-                for value in (*args, *kwargs.values()):
-                    _check_width(value)
-        return _check_size(super().call(context, function, *args, **kwargs))
-
-    def wrap_str_format(self, value: Any) -> Any:
-        """Called by the sandbox for each attribute; not None for the methods that format a text."""
-        wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            # Doubled braces are written as single ones.
-            format_text = value.__self__.replace("{{", "").replace("}}", "")
-            _check_format(format_text, _LARGE_BRACE_WIDTH)
-        return wrapped
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Called by the sandbox for each operator of `intercepted_binops`."""
-        if isinstance(left, int) and isinstance(right, int):
-            _check_integers(operator, left, right)
-        elif operator == "%":
-            _check_format(left, _LARGE_PERCENT_WIDTH)
-        elif operator == "*":
-            _check_repetition(left, right)
-        return _check_size(super().call_binop(context, operator, left, right))
-
-    @staticmethod
-    def concat(pieces: Iterable[str]) -> str:
-        """Join a template's output, a macro's or a block's."""
-        size = 0
-        checked_pieces = []
-        for piece in pieces:
-            size += len(piece)
-            _refuse_above(size, MAX_SIZE, "texts")
-            checked_pieces.append(piece)
-        return "".join(checked_pieces)
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """JSON as models read it. Jinja's own filter escapes it for web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-class _AddChecks(NodeTransformer):
-    """Add the checks as filters to the parts of a template for which the sandbox has no hook."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
-        self.generic_visit(node)
-        iterable: Any = node.iter
-        node.iter = _filtered(iterable, "check_each")
-        return node
-
-    def _visit_sized(self, node: nodes.Expr) -> nodes.Filter:
-        self.generic_visit(node)
-        return _filtered(node, "check_size")
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Filter:  # noqa: N802
-        if node.name in PADDING_FILTERS:
-            node.args = [_filtered(argument, "check_width") for argument in node.args]
-            for keyword in node.kwargs:
-                keyword.value = _filtered(keyword.value, "check_width")
-        elif node.name == "format" and node.node is not None:
-            node.node = _filtered(node.node, "check_format")
-        return self._visit_sized(node)
-
-    visit_Concat = _visit_sized  # noqa: N815
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
 
 
-def _filtered(node: nodes.Expr, filter_name: str) -> nodes.Filter:
-    return nodes.Filter(node, filter_name, [], [], None, None, lineno=node.lineno)
-
-
-def _check_time() -> None:
-    if time.thread_time() > _deadline.get():
-        raise TemplateRuntimeError(f"it does not end within {MAX_SECONDS:g} s")
-
-
-def _check_each(items: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over the items of a loop."""
-    for item in items:
-        _check_time()
-        yield item
-
-
-def _check_size(value: Any) -> Any:
-    """Return a value that is not too large."""
-    if isinstance(value, str | bytes | list | tuple | dict):
-        _refuse_above(len(value), MAX_SIZE, "texts or lists")
-    return value
-
-
-@pass_context
-def _check_filtered_size(context: Any, value: Any) -> Any:
-    """As `_check_size`. With a context, Jinja does not call it while it compiles the template."""
-    return _check_size(value)
-
-
-@pass_context
-def _check_filtered_width(context: Any, value: Any) -> Any:
-    """Return an argument of a filter that is no width above the limit."""
-    _check_width(value)
-    return value
-
-
-@pass_context
-def _check_filtered_format(context: Any, value: Any) -> Any:
-    """Return the format string of a filter, if its widths are below the limit."""
-    _check_format(value, _LARGE_PERCENT_WIDTH)
-    return value
-
-
-def _check_width(value: Any) -> None:
-    if isinstance(value, int):
-        _refuse_above(value, MAX_WIDTH, "texts padded to widths")
-
-
-def _check_format(text: Any, large_width: re.Pattern[str]) -> None:
-    """Refuse a format string with a large width, or with one that comes from a value."""
-    if isinstance(text, str) and large_width.search(text):
-        raise TemplateRuntimeError(f"it creates texts padded to widths larger than {MAX_WIDTH}")
-
-
-def _check_integers(operator: str, left: int, right: int) -> None:
-    """Refuse a product or power of integers before it is computed, since it could take forever."""
-    if operator == "**":
-        num_bits = left.bit_length() * max(right, 0)
-    else:
-        num_bits = left.bit_length() + right.bit_length()
-    _refuse_above(num_bits, MAX_INTEGER_BITS, "powers or products, in bits,")
-
-
-def _check_repetition(left: Any, right: Any) -> None:
-    """Refuse the repetition of a text or list before it is created."""
-    for repeated, count in ((left, right), (right, left)):
-        if isinstance(repeated, str | bytes | list | tuple) and isinstance(count, int):
-            _refuse_above(len(repeated) * max(count, 0), MAX_SIZE, "texts or lists")
-
-
-def _refuse_above(size: int, limit: int, values: str) -> None:
-    if size > limit:
-        raise TemplateRuntimeError(f"it creates {values} larger than {limit}")
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

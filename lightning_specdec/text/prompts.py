@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_specdec.text.datasets import dataset_source, read_dataset
 from lightning_specdec.text.rows import (
     CONVERSATION_FIELDS,
     JSON_LINES_SUFFIXES,
+    Chat,
     Row,
     missing_field,
     parse_turns,
+    read_chat,
     read_conversation,
     read_json_lines,
     read_json_rows,
@@ -29,6 +32,9 @@ MAX_ARTICLE_TOKENS = 512
 
 INSTRUCTION = "\n\nSummarize the text above in a few sentences.\n"
 """The text after every article."""
+
+SETTING_FIELDS = ("system", "tools", "functions")
+"""What a row may have beside its text or its turns."""
 
 PROMPT_FIELDS = "a prompt, turns, messages, conversations, an article or tokens"
 """What a row may have, for the error message about a row that has none of them."""
@@ -46,6 +52,7 @@ class Prompt:
             text.
         instruction: text after `text`, which is an article then and is cut to `MAX_ARTICLE_TOKENS`.
         messages: turns of a conversation that ends with a user turn; empty for a single text.
+        tools: descriptions of the functions that the model may call, for its chat template.
     """
 
     id: str
@@ -54,6 +61,7 @@ class Prompt:
     text: str | None = None
     instruction: str = ""
     messages: tuple[Message, ...] = ()
+    tools: tuple[Any, ...] = ()
 
     def encoded(
         self,
@@ -85,6 +93,10 @@ class Prompt:
                     f"{self.id} is a conversation of {len(self.messages)} turns, which needs a "
                     "chat template: use a model tuned for chats, or give its text as a prompt"
                 )
+            if self.tools:
+                raise ValueError(
+                    f"{self.id} has tools, which need a chat template: use a model tuned for chats"
+                )
             return replace(self, tokens=tuple(tokenizer.encode(self._full_text(tokenizer))))
 
         messages = list(self.messages)
@@ -92,7 +104,10 @@ class Prompt:
             messages = [{"role": "user", "content": self._full_text(tokenizer)}]
         if system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
-        tokens = tokenizer.encode_chat(messages, chat_template_kwargs=chat_template_kwargs)
+        variables = dict(chat_template_kwargs or {})
+        if self.tools:
+            variables["tools"] = list(self.tools)
+        tokens = tokenizer.encode_chat(messages, chat_template_kwargs=variables)
         return replace(self, tokens=tuple(tokens))
 
     def _full_text(self, tokenizer: Tokenizer) -> str:
@@ -112,12 +127,13 @@ def read_prompts(path: Path, *, as_typed: bool = False) -> list[Prompt]:
 
     A row is a string or an object. An object has a "prompt"; "turns", of which the first is used;
     "messages" or "conversations", which are used up to the last user turn; an "article" to
-    summarize; or "tokens", a list of integers. Missing ids and domains are made from the file's
+    summarize; or "tokens", a list of integers. Beside the text or the turns it may have "system"
+    and "tools". Missing ids and domains are made from the file's
     name.
 
     Args:
         path: the file; a .json file may contain one list of rows, other files have one row per
-            line.
+            line. Or a dataset, see `dataset_source`.
         as_typed: the file of a command line. Lines of .txt files and of stdin (`-`) may be objects
             too, lines of other files may be text, prompts may be empty, and ids are the places in
             the file, for error messages.
@@ -125,8 +141,18 @@ def read_prompts(path: Path, *, as_typed: bool = False) -> list[Prompt]:
     Raises:
         ValueError: there is no such file, it has no prompt, or a row is not a prompt.
     """
-    if as_typed:
+    dataset = dataset_source(str(path))
+    if as_typed and dataset is None:
         return _read_typed_prompts(path)
+    if dataset is not None:
+        stem = Path(dataset.name).stem
+        prompts = [_parse_row(row, stem) for row in read_dataset(dataset)]
+        if not as_typed:
+            return prompts
+        return [
+            replace(prompt, id=f"{dataset.name}, row {number}", domain="")
+            for number, prompt in enumerate(prompts, 1)
+        ]
 
     text = _read_text(path)
     if path.suffix == ".txt":
@@ -170,7 +196,8 @@ def _parse_typed_row(row: Row, *, is_json: bool) -> Prompt:
     has_conversation = any(value.get(field) is not None for field in CONVERSATION_FIELDS)
     if value.get("prompt", "") is None and not has_conversation:
         return Prompt(row.where, "", text="")
-    if isinstance(value.get("prompt"), str | int | float):
+    has_settings = any(value.get(field) for field in SETTING_FIELDS)
+    if isinstance(value.get("prompt"), str | int | float) and not has_settings:
         return Prompt(row.where, "", text=str(value["prompt"]))
 
     prompt = _parse_row(row._replace(value=value), "")
@@ -180,11 +207,11 @@ def _parse_typed_row(row: Row, *, is_json: bool) -> Prompt:
 
 
 def _parse_typed_line(row: Row, *, is_json: bool) -> str | dict[str, Any]:
-    """The object or the text that a line stands for.
+    """The object or the text of a line.
 
     Args:
         row: the line.
-        is_json: whether the file's name says that it has JSON. Otherwise only an object with a
+        is_json: whether the file's name indicates JSON. Otherwise only an object with a
             prompt is one.
     """
     line = row.value
@@ -232,9 +259,9 @@ def _parse_row(row: Row, stem: str) -> Prompt:
         domain = _check_name(domain, f'{row.where}: "domain"')
     tokens = _check_tokens(fields.get("tokens", []), row.where)
 
-    messages = _read_messages(fields, row.where)
-    if messages:
-        return Prompt(name, domain, text=messages[-1]["content"], messages=tuple(messages))
+    chat = _read_messages(fields, row.where)
+    if chat is not None:
+        return _chat_prompt(name, domain, chat)
     text = _single_text(fields)
     if text is None and tokens:
         return Prompt(name, domain, tokens)
@@ -242,8 +269,19 @@ def _parse_row(row: Row, stem: str) -> Prompt:
         raise missing_field(fields, PROMPT_FIELDS, row.where)
 
     is_article = "prompt" not in fields and "article" in fields
+    if any(fields.get(field) for field in SETTING_FIELDS):
+        if is_article:
+            raise ValueError(f'{row.where}: an article takes no "system" and no "tools": drop them')
+        user_turn: Message = {"role": "user", "content": valid_text(text)}
+        return _chat_prompt(name, domain, read_chat(fields, [user_turn], row.where))
     instruction = INSTRUCTION if is_article else ""
     return Prompt(name, domain, text=valid_text(text), instruction=instruction)
+
+
+def _chat_prompt(name: str, domain: str, chat: Chat) -> Prompt:
+    text = chat.messages[-1]["content"]
+    messages = tuple(chat.messages)
+    return Prompt(name, domain, text=text, messages=messages, tools=tuple(chat.tools))
 
 
 def _single_text(fields: Mapping[str, Any]) -> Any:
@@ -256,22 +294,22 @@ def _single_text(fields: Mapping[str, Any]) -> Any:
     return turns[0] if isinstance(turns, list) and turns else None
 
 
-def _read_messages(fields: Mapping[str, Any], where: str) -> list[Message]:
-    """The turns of a conversation up to its last user turn; empty for a row of another kind."""
+def _read_messages(fields: Mapping[str, Any], where: str) -> Chat | None:
+    """A conversation up to its last user turn; None for a row of another kind."""
+    chat = None
     if isinstance(fields.get("prompt"), list):
-        messages = parse_turns(fields["prompt"], f'{where}: "prompt"')
+        chat = read_chat(fields, parse_turns(fields["prompt"], f'{where}: "prompt"'), where)
     elif _single_text(fields) is None:
-        messages = read_conversation(fields, where)
-    else:
-        messages = []
-    if not messages:
-        return []
+        chat = read_conversation(fields, where)
+    if chat is None:
+        return None
 
+    messages = list(chat.messages)
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if not messages or not (messages[-1]["content"] or "").strip():
         raise ValueError(f"{where}: the conversation has no user turn with text")
-    return messages
+    return chat._replace(messages=messages)
 
 
 def _check_name(name: Any, what: str) -> str:

@@ -25,6 +25,18 @@ SHAREGPT_ROLES = {
 """ShareGPT's names of speakers, for those that chat templates name differently."""
 
 
+class Chat(NamedTuple):
+    """A conversation.
+
+    Args:
+        messages: its turns, as chat templates expect them.
+        tools: descriptions of the functions that the model may call, in OpenAI's shape.
+    """
+
+    messages: list[Message]
+    tools: list[Any]
+
+
 class Row(NamedTuple):
     """A row of a file.
 
@@ -115,16 +127,63 @@ def read_json_lines(text: str, path: Path) -> list[Row]:
     return rows
 
 
-def read_conversation(row: Mapping[str, Any], where: str) -> list[Message]:
-    """The turns of a row's conversation, as chat templates expect them; empty if it has none.
+def read_conversation(row: Mapping[str, Any], where: str) -> Chat | None:
+    """A row's conversation with its system prompt and tools; None if it has no conversation.
 
     Raises:
-        ValueError: the row has a conversation of an unknown shape.
+        ValueError: the row has a conversation, a system prompt or tools of an unknown shape.
     """
     for field in CONVERSATION_FIELDS:
         if row.get(field) is not None:
-            return parse_turns(row[field], f'{where}: "{field}"')
-    return []
+            messages = parse_turns(row[field], f'{where}: "{field}"')
+            return read_chat(row, messages, where)
+    return None
+
+
+def read_chat(row: Mapping[str, Any], messages: list[Message], where: str) -> Chat:
+    """The turns of a row with the system prompt and the tools that it has beside them.
+
+    Args:
+        row: the row, which may have "system" (ShareGPT), "tools" or "functions" (OpenAI).
+        messages: its turns.
+        where: its file and line, for error messages.
+
+    Raises:
+        ValueError: the system prompt or the tools have an unknown shape.
+    """
+    system = row.get("system")
+    if not isinstance(system, str | None):
+        raise ValueError(f'{where}: "system" must be text, got {str(system)[:40]}')
+    if system:
+        system = valid_text(system)
+        first_turn = messages[0]
+        if first_turn["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        elif first_turn["content"] != system:
+            raise ValueError(f'{where}: "system" and the system turn differ: keep one of them')
+    return Chat(messages, _read_tools(row, where))
+
+
+def _read_tools(row: Mapping[str, Any], where: str) -> list[Any]:
+    """The functions that the model may call. Some data sets store them as text in JSON."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise ValueError(f'{where}: "tools" is not JSON: write a list of objects') from None
+
+    if not tools and row.get("functions"):
+        # OpenAI's older name, without the type around each.
+        functions = row["functions"]
+        tools = functions
+        if isinstance(functions, list):
+            tools = [{"type": "function", "function": function} for function in functions]
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not _are_objects(tools):
+        raise ValueError(f'{where}: "tools" must be a list of objects, got {str(tools)[:40]}')
+    return tools
 
 
 def parse_turns(turns: Any, where: str) -> list[Message]:
@@ -178,8 +237,9 @@ def _text_of(content: Any, where: str) -> str | None:
     if isinstance(content, str):
         return valid_text(content)
 
+    parts = content if isinstance(content, list) else [content]
     texts = []
-    for part in content if isinstance(content, list) else [content]:
+    for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise ValueError(f"{where}: a turn's content must be text, got {str(part)[:40]}")
         texts.append(part["text"])

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_specdec.config.hub import find
+from lightning_specdec.config.hub import find, is_gguf
 from lightning_specdec.config.terminal import one_line
 from lightning_specdec.text.vocabulary import Vocabulary
 
@@ -240,7 +240,7 @@ class TextTokenizer(Tokenizer):
         """Load the tokenizer of a directory that `save_pretrained` wrote, or of a model on the Hub.
 
         Args:
-            source: a directory, or a Hub id.
+            source: a directory, a GGUF file, or a Hub id.
             revision: branch, tag or commit on the Hub.
             trust_remote_code: whether the model's own Python code may run.
 
@@ -257,9 +257,14 @@ class TextTokenizer(Tokenizer):
         # Importing transformers takes seconds, so it waits until there is something to read.
         from transformers import AutoTokenizer
 
+        directory = path
+        options: dict[str, Any] = {}
+        if is_gguf(path):
+            directory = path.parent
+            options["gguf_file"] = path.name
         try:
             tokenizer = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=trust_remote_code
+                directory, local_files_only=True, trust_remote_code=trust_remote_code, **options
             )
             generation_config = _load_generation_config(path, trust_remote_code)
         except (
@@ -274,8 +279,8 @@ class TextTokenizer(Tokenizer):
 
     @staticmethod
     def is_in(path: Path) -> bool:
-        """Whether a directory contains a tokenizer."""
-        return any((path / file).is_file() for file in TOKENIZER_FILES)
+        """Whether a directory contains a tokenizer, as every GGUF file does."""
+        return is_gguf(path) or any((path / file).is_file() for file in TOKENIZER_FILES)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -330,6 +335,8 @@ class TextTokenizer(Tokenizer):
         try:
             # A tokenizer may have several templates by name, such as "default" and "tool_use".
             template = self.tokenizer.get_chat_template(tools=variables.get("tools"))
+            if variables.get("tools") and "tools" not in template:
+                raise ValueError("it has no place for tools")
             return render_chat_template(template, messages, variables)
         except Exception as error:  # a template is a program, which may raise anything
             raise ValueError(
@@ -381,6 +388,9 @@ def _load_generation_config(path: Path, trust_remote_code: bool) -> GenerationCo
     """
     from transformers import AutoConfig, GenerationConfig
 
+    if is_gguf(path):
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        return GenerationConfig.from_model_config(config)
     if (path / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(path, local_files_only=True)
     if not (path / "config.json").is_file():

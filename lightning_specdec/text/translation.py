@@ -31,10 +31,10 @@ class Translation:
         pairs: the goal's token for each source token that may be drafted, one to one. Of several
             tokens with the same bytes the last one is used: in SentencePiece's vocabularies single
             bytes come before words.
-        whole: the goal's token for each source token that is read as it is: shared ones that cut no
-            character.
+        whole: the goal's token for each source token that is read unchanged: shared ones that
+            contain whole characters.
         special: the special tokens of `pairs`.
-        filler: stands for a text that has no token of the goal.
+        filler: replaces a text that has no token of the goal.
     """
 
     def __init__(

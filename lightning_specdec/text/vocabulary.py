@@ -30,10 +30,9 @@ class Vocabulary:
     """The bytes of every token, and the special tokens by name.
 
     Tokenizer files spell tokens in several ways ("\u0120the", "\u2581the", "<0xE2>"). The bytes are
-    what all spellings
-    mean: tokens of two tokenizers are the same if their bytes are, and joined bytes are the text. A
-        token without
-    bytes is special: it steers the model and is no part of the text.
+    what all spellings mean: tokens of two tokenizers are the same if their bytes are, and joined
+    bytes are the text. A token without bytes is special: it steers the model and is no part of the
+    text.
 
     Two vocabularies are equal if every token id means the same token, whatever the roles: a chat
     model may end its turns with another token than the base model whose tokens it shares.
@@ -74,14 +73,13 @@ class Vocabulary:
         steps = _decoder_steps(json.loads(decoder.__getstate__()))
         step_types = [step["type"] for step in steps]
 
-        ids_by_name: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-        special_texts = {
-            token: added.content
-            for token, added in backend.get_added_tokens_decoder().items()
-            if added.special
-        }
-        names = {token: name for name, token in ids_by_name.items() if token not in special_texts}
+        special_texts: dict[int, str] = {}
+        for token, added in backend.get_added_tokens_decoder().items():
+            if added.special:
+                special_texts[token] = added.content
 
+        ids_by_name: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        names = {token: name for name, token in ids_by_name.items() if token not in special_texts}
         if step_types == ["ByteLevel"]:
             table = _byte_level_table(names)
         elif WORD_DECODERS.issuperset(step_types):
@@ -90,8 +88,9 @@ class Vocabulary:
             table = _sentencepiece_table(names, steps)
 
         num_ids = max(ids_by_name.values(), default=-1) + 1
+        token_bytes = tuple(table.token_bytes.get(token) for token in range(num_ids))
         return cls(
-            token_bytes=tuple(table.token_bytes.get(token) for token in range(num_ids)),
+            token_bytes=token_bytes,
             special=_special_ids(tokenizer, special_texts),
             byte_tokens=table.byte_tokens,
             num_stripped=table.num_stripped,
@@ -115,7 +114,8 @@ class Vocabulary:
         Ids outside the vocabulary add nothing.
         """
         num_ids = len(self.token_bytes)
-        return b"".join(self.token_bytes[token] or b"" for token in tokens if token < num_ids)
+        pieces = [self.token_bytes[token] for token in tokens if token < num_ids]
+        return b"".join(piece for piece in pieces if piece is not None)
 
     @property
     def special_texts(self) -> dict[int, str]:
@@ -127,11 +127,12 @@ class Vocabulary:
         if self.token_bytes == other.token_bytes and self.special_texts == other.special_texts:
             return None
 
-        for token, (left, right) in enumerate(zip_longest(self._meanings(), other._meanings())):
-            if left != right:
+        meanings = zip_longest(self._meanings(), other._meanings())
+        for token, (meaning, other_meaning) in enumerate(meanings):
+            if meaning != other_meaning:
                 return (
-                    f"token {token} is {_describe(left)} in the first "
-                    f"and {_describe(right)} in the second"
+                    f"token {token} is {_describe(meaning)} in the first "
+                    f"and {_describe(other_meaning)} in the second"
                 )
         return None
 
@@ -217,8 +218,10 @@ def _word_table(names: Mapping[int, str], decode: Callable[[list[str]], str]) ->
     WordPiece puts a space before a word and BPEDecoder one after it, except at the start or end of
     a text.
     """
+    # What the first and the last of two tokens "a" contribute to their text.
     before = "a"
     after = decode(["a", "a"]).removeprefix(before)
+
     token_bytes = {}
     first_token_bytes = {}
     num_stripped_at_end = 0

@@ -78,17 +78,10 @@ def rewind_to_step(
     validation = fit_loop["epoch_loop.val_loop.batch_progress"]
     num_validated = validation["total"]["completed"]
     if is_validation_open or validation["total"]["ready"] != num_validated:
-        # Lightning resumes a validation only if it has begun a batch. It skips as many batches as
-        # the current counts say.
-        validation["total"]["ready"] = num_validated + 1
-        validation["total"]["started"] = num_validated + 1
-        validation["total"]["processed"] = num_validated
-        for count_name in validation["current"]:
-            validation["current"][count_name] = 0
-        validation["is_last_batch"] = False
+        _repeat_validation(validation)
 
     progress = fit_loop["epoch_loop.batch_progress"]
-    total, current = progress["total"], progress["current"]
+    current = progress["current"]
     is_epoch_over = progress["is_last_batch"] and current["ready"] == current["processed"]
     num_accumulated = current["processed"] % trainer.accumulate_grad_batches
     if num_accumulated == 0 or is_epoch_over:
@@ -96,20 +89,38 @@ def rewind_to_step(
 
     # The state of a run that stops in the first batch of this step: the batch is started, and not
     # processed.
-    for counts in (total, current):
+    for counts in (progress["total"], current):
         step_start = counts["processed"] - num_accumulated
         counts["ready"] = step_start + 1
         counts["started"] = step_start + 1
         counts["processed"] = step_start
         counts["completed"] = step_start
     progress["is_last_batch"] = False
-    # A validation before this step is over; one within it begins again.
+
+    # No validation is open at the start of a step: one before it is over, and one within it will
+    # begin again.
     for count_name in ("ready", "started", "processed"):
         validation["total"][count_name] = num_validated
+
+    # `ResumableLoader` counts batches; the state of other loaders is unknown.
     for loader_state in fit_loop["state_dict"].get("combined_loader", []):
-        # `ResumableLoader` counts batches; the state of other loaders is unknown.
         if isinstance(loader_state, dict) and "num_batches" in loader_state:
             loader_state["num_batches"] = current["processed"]
+
+
+def _repeat_validation(progress: dict[str, Any]) -> None:
+    """Let Lightning repeat an open validation from its first batch.
+
+    Lightning resumes a validation only if it has begun a batch, and skips as many batches as the
+    current counts say.
+    """
+    num_validated = progress["total"]["completed"]
+    progress["total"]["ready"] = num_validated + 1
+    progress["total"]["started"] = num_validated + 1
+    progress["total"]["processed"] = num_validated
+    for count_name in progress["current"]:
+        progress["current"][count_name] = 0
+    progress["is_last_batch"] = False
 
 
 def gradient_settings(trainer: Trainer) -> dict[str, Any]:

@@ -85,7 +85,6 @@ class SpeculativeTraining(LightningModule, ABC):
         self.metrics = self.new_metrics()
         self._step_batches: list[Batch] = []
         self._step_loss: Tensor | float = 0.0
-        self._data_digest: str | None = None
 
     @abstractmethod
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -310,10 +309,8 @@ class SpeculativeTraining(LightningModule, ABC):
         }
 
     def data_digest(self, data: Any) -> str | None:
-        """Return a digest of all tokens, computed once; None if `data` is no `TokenData`."""
-        if self._data_digest is None and isinstance(data, TokenData):
-            self._data_digest = data_digest(data)
-        return self._data_digest
+        """Return a digest of all tokens; None if `data` is no `TokenData`."""
+        return data_digest(data) if isinstance(data, TokenData) else None
 
     def describe(self, **entries: Any) -> dict[str, Any]:
         """Return what rebuilds the networks: see `checkpoint.describe`."""

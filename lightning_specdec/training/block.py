@@ -89,7 +89,7 @@ class BlockTraining(FeatureTraining):
             "draft_vocabulary": target.draft_vocabulary,
         }
 
-    def first_anchor(self, num_tokens: int) -> tuple[int, int]:
+    def anchor_start_and_stride(self, num_tokens: int) -> tuple[int, int]:
         """The first anchor of an optimizer step, and the distance between anchors.
 
         They depend on the step's number only, so a resumed run has those of an uninterrupted one.
@@ -106,7 +106,7 @@ class BlockTraining(FeatureTraining):
         """See `DistillationTraining`: a step for each slot, with the Markov head's input."""
         tokens = batch.tokens
         num_tokens = tokens.shape[1]
-        first_anchor, stride = self.first_anchor(num_tokens)
+        first_anchor, stride = self.anchor_start_and_stride(num_tokens)
         last_anchor = max(num_tokens - 2, first_anchor)
         anchors = torch.arange(first_anchor, last_anchor + 1, stride, device=tokens.device)
         hidden = blocks(
@@ -218,27 +218,30 @@ def _attend_in_blocks(
         text_keys: keys of the text's features; values likewise.
         is_visible: whether a slot attends to a token of the text.
     """
+    _, num_key_heads, num_blocks, block_size, head_size = keys.shape
     num_tokens = text_keys.shape[2]
-    block_size = keys.shape[3]
 
     # Query heads that share a key head are one group: [B, G, H / G, N, E].
-    num_key_heads = keys.shape[1]
-    head_size = keys.shape[4]
-    queries = queries.unflatten(1, (num_key_heads, -1)) * head_size**-0.5
-    text_scores = grouped_product(queries, text_keys.transpose(-1, -2))
+    grouped_queries = queries.unflatten(1, (num_key_heads, -1))
+    scaled_queries = grouped_queries * head_size**-0.5
+
+    # A slot's scores of the text, `[..., N, T]`.
+    text_scores = grouped_product(scaled_queries, text_keys.transpose(-1, -2))
     text_scores = text_scores.masked_fill(~is_visible, -torch.inf)
 
-    # All query heads of a group attend to the same blocks: [B, G, 1, A, K, E].
-    keys = keys[:, :, None]
-    values = values[:, :, None]
-    block_queries = queries.unflatten(3, (-1, block_size))
-    block_scores = (block_queries @ keys.transpose(-1, -2)).flatten(3, 4)
+    # A slot's scores of its block, `[..., N, K]`. All query heads of a group attend to the same
+    # blocks: [B, G, 1, A, K, E].
+    block_keys = keys[:, :, None]
+    block_values = values[:, :, None]
+    block_queries = scaled_queries.unflatten(3, (num_blocks, block_size))
+    block_scores = block_queries @ block_keys.transpose(-1, -2)
 
-    scores = torch.cat((text_scores, block_scores), dim=-1)
+    scores = torch.cat((text_scores, block_scores.flatten(3, 4)), dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-    text_weights, block_weights = weights.split((num_tokens, block_size), dim=-1)
 
+    # The weighted sum of the values of the text and of the block.
+    text_weights, block_weights = weights.split((num_tokens, block_size), dim=-1)
     text_output = grouped_product(text_weights, text_values)
-    block_output = block_weights.unflatten(3, (-1, block_size)) @ values
+    block_output = block_weights.unflatten(3, (num_blocks, block_size)) @ block_values
     output = text_output + block_output.flatten(3, 4)
     return output.flatten(1, 2)

@@ -35,9 +35,11 @@ from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import say
 from lightning_specdec.config.yaml_text import check_yaml
 from lightning_specdec.data import *  # noqa: F403
+from lightning_specdec.data import TokenData
 from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest, ShowActivity
+from lightning_specdec.training.final_verdict import final_verdict, next_command
 from lightning_specdec.training.generate import GenerateText
 from lightning_specdec.training.optimizers import TimeLimit, check_start_up
 from lightning_specdec.training.runs import (
@@ -48,6 +50,7 @@ from lightning_specdec.training.runs import (
     is_trial,
     seen_from_here,
 )
+from lightning_specdec.training.target_outputs import is_sharded
 
 _YAML_OPTIONS = ("--config", "--trainer", "--model", "--data")
 """Options whose values may be YAML files."""
@@ -297,11 +300,36 @@ class TrainingCLI(LightningCLI):
                 label = f"{callback.filename} checkpoint" if callback.filename else "checkpoint"
                 say(f"{label}: {seen_from_here(callback.best_model_path)}")
 
+        self._print_verdict()
+
         # Ask the logger: all processes would have to take part in the Trainer's `log_dir`.
         logger = self.trainer.logger
         curves = (logger.log_dir or logger.save_dir) if logger else None
         if curves:
             say(f"curves: tensorboard --logdir {seen_from_here(curves)}")
+
+    def _print_verdict(self) -> None:
+        """Decode a few held-out prompts, and print whether the draft pays and what to do next."""
+        is_ours = isinstance(self.model, SpeculativeTraining) and isinstance(
+            self.datamodule, TokenData
+        )
+        if not is_ours or is_trial(self.trainer) or is_sharded(self.trainer):
+            return
+        try:
+            verdict = final_verdict(
+                self.model,
+                self.datamodule,
+                self.trainer.callbacks,  # type: ignore[attr-defined]
+            )
+        except (ValueError, RuntimeError) as error:
+            # The run has succeeded all the same.
+            say(f"verdict: none, the draft cannot be decoded here: {error}")
+            return
+        say(f"verdict: {verdict}")
+        directories = list(self.files.checkpoints)
+        if directories:
+            run_directory = Path(str(directories[0].dirpath)).parent
+            say(f"next: {next_command(self.model, seen_from_here(run_directory))}")
 
 
 def _data_name(words: Sequence[str]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -10,10 +9,12 @@ from typing import cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_specdec.bench.measure import compare_once
+from lightning_specdec.bench.verdict import draft_verdict
 from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.data import TokenData
-from lightning_specdec.decoding import autoregressive_decode, speculative_decode
-from lightning_specdec.decoding.results import DecodeResult, RowResult, merge_results
+from lightning_specdec.decoding.results import RowResult
 from lightning_specdec.text.tokenizer import Tokenizer, named_tokenizer
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.callbacks import logged_step, tensorboards
@@ -34,8 +35,9 @@ class DecodeHeldOut(Callback):
     val/block_efficiency, mode: max`) if the target is already trained: two untrained networks agree
     all the time.
 
-    The texts are a table in TensorBoard (`val/samples`) and in samples.md next to it: prompt,
-    standard, speculative. Accepted draft tokens are bold.
+    `val/verdict` is the verdict on the speedup in words, and `val/walltime_speedup_low` and `_high`
+    are the ends of its 95% interval. The texts are a table in TensorBoard (`val/samples`) and in
+    samples.md next to it: prompt, standard, speculative. Accepted draft tokens are bold.
 
     Of several processes the first one decodes; all do if the target is sharded. The module decodes
     in evaluation mode, without mixed precision.
@@ -43,11 +45,15 @@ class DecodeHeldOut(Callback):
     Args:
         num_prompts: number of prompts, decoded one after the other.
         max_new_tokens: new tokens of each prompt.
+
+    Attributes:
+        verdict: of the last measurement, in a sentence.
     """
 
     def __init__(self, *, num_prompts: int = 4, max_new_tokens: int = 32) -> None:
         self.num_prompts = require_int("num_prompts", num_prompts, 1)
         self.max_new_tokens = require_int("max_new_tokens", max_new_tokens, 1)
+        self.verdict = ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage in ("fit", "validate"):
@@ -71,63 +77,43 @@ class DecodeHeldOut(Callback):
         module = cast("SpeculativeTraining", pl_module)
         if not (trainer.is_global_zero or is_sharded(trainer)):
             return 0.0
-        prompt = self._prompts(trainer)[0]
+        prompts = self._prompts(trainer)[:1]
         num_tokens = min(NUM_TIMED_TOKENS, self.max_new_tokens)
-        seconds = 0.0
+        config = DecodingConfig(num_draft_tokens=module.num_draft_tokens, max_new_tokens=num_tokens)
         module.eval()
         with torch.autocast(module.device.type, enabled=False):
-            # The first of the two only warms up.
-            for _ in range(2):
-                start = time.perf_counter()
-                self._decode(module, prompt, num_tokens)
-                seconds = time.perf_counter() - start
+            measured = compare_once(module.target, module.drafter, prompts, config)
         module.train()
-        return seconds * (self.num_prompts + 1) * self.max_new_tokens / num_tokens
-
-    def _decode(
-        self, module: SpeculativeTraining, prompt: list[int], max_new_tokens: int
-    ) -> tuple[DecodeResult, DecodeResult]:
-        """A prompt's speculative and standard results."""
-        speculative = speculative_decode(
-            module.target,
-            module.drafter,
-            [prompt],
-            num_draft_tokens=module.num_draft_tokens,
-            max_new_tokens=max_new_tokens,
-        )
-        standard = autoregressive_decode(module.target, [prompt], max_new_tokens=max_new_tokens)
-        return speculative, standard
+        seconds = measured.result.seconds + measured.standard_result.seconds
+        return seconds * self.num_prompts * self.max_new_tokens / num_tokens
 
     def _measure(self, trainer: Trainer, module: SpeculativeTraining) -> dict[str, float]:
-        """Decode each prompt by both methods in turn: a change in speed affects both."""
-        prompts = self._prompts(trainer)
-        speculative = []
-        standard = []
-        # The first prompt is decoded once more, to warm up.
-        for prompt in (prompts[0], *prompts):
-            speculative_result, standard_result = self._decode(module, prompt, self.max_new_tokens)
-            speculative.append(speculative_result)
-            standard.append(standard_result)
-        del speculative[0], standard[0]
+        """Decode each prompt by both methods, which take turns after every few rounds."""
+        config = DecodingConfig(
+            num_draft_tokens=module.num_draft_tokens, max_new_tokens=self.max_new_tokens
+        )
+        measured = compare_once(module.target, module.drafter, self._prompts(trainer), config)
+        comparison = measured.comparison
+        self.verdict = draft_verdict(comparison)
+        rows = zip(measured.standard_result.rows, measured.result.rows, strict=True)
+        self._write_samples(trainer, list(rows), self.verdict)
 
-        row_pairs = []
-        for standard_result, speculative_result in zip(standard, speculative, strict=True):
-            row_pairs.append((standard_result.rows[0], speculative_result.rows[0]))
-        self._write_samples(trainer, row_pairs)
-
-        result = merge_results(speculative)
-        standard_speed = merge_results(standard).tokens_per_second
-        assert result.block_efficiency is not None
-        return {
-            "acceptance_rate": result.acceptance_rate or 0.0,
-            "block_efficiency": result.block_efficiency,
-            "walltime_speedup": result.tokens_per_second / standard_speed,
+        metrics = {
+            "acceptance_rate": comparison.acceptance_rate or 0.0,
+            "block_efficiency": comparison.block_efficiency or 1.0,
         }
+        speedup = comparison.walltime_speedup
+        if speedup is not None:
+            metrics["walltime_speedup"] = speedup.value
+            if speedup.ends is not None:
+                metrics["walltime_speedup_low"], metrics["walltime_speedup_high"] = speedup.ends
+        return metrics
 
     def _write_samples(
-        self, trainer: Trainer, row_pairs: Sequence[tuple[RowResult, RowResult]]
+        self, trainer: Trainer, row_pairs: Sequence[tuple[RowResult, RowResult]], verdict: str
     ) -> None:
-        """Write the table of texts, a row for each prompt: standard and speculative decoding."""
+        """Write the verdict, and the table of texts, a row for each prompt: standard and
+        speculative decoding."""
         if not trainer.is_global_zero:
             return
         name = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
@@ -142,6 +128,7 @@ class DecodeHeldOut(Callback):
             lines.append(f"| {' | '.join(cells)} |")
 
         for logger in tensorboards(trainer):
+            logger.experiment.add_text("val/verdict", verdict, logged_step(trainer))
             logger.experiment.add_text("val/samples", "\n".join(lines), logged_step(trainer))
             Path(logger.log_dir, "samples.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 _LOGITS_AT_ONCE = 2**25
-"""Logits that are measured at once, to bound memory."""
+"""Logits that are measured at the same time, to limit memory."""
 FINAL_RATE = 0.05
 """The learning rate at the end of a run, relative to the highest."""
 
@@ -97,6 +97,7 @@ class DistillationTraining(SpeculativeTraining):
         target_checkpoint: a checkpoint that contains the target, or the directory of a transformers
             model.
         target_dtype: dtype of a target from a directory; as stored when None.
+        target_adapter: an adapter of PEFT to merge into a target from a directory.
         draft: a draft file, or the directory of a head, to start from; it keeps its sizes and its
             vocabulary.
         freeze_target: whether the target stays unchanged, to the last bit. Otherwise it learns from
@@ -120,6 +121,7 @@ class DistillationTraining(SpeculativeTraining):
         *,
         target_checkpoint: str | None = None,
         target_dtype: str | None = None,
+        target_adapter: str | None = None,
         draft: str | None = None,
         freeze_target: bool = True,
         loss: DraftLoss | None = None,
@@ -131,6 +133,7 @@ class DistillationTraining(SpeculativeTraining):
         **options: Any,
     ) -> None:
         self.target_checkpoint = target_checkpoint
+        self.target_adapter = target_adapter
         self.freeze_target = freeze_target
         if loss is None:
             loss = ForwardKL() if freeze_target else CrossEntropy()
@@ -148,7 +151,7 @@ class DistillationTraining(SpeculativeTraining):
         self._sharded = False
 
         target, self.target_tokenizer = given_target(
-            target, target_checkpoint, freeze_target, dtype=target_dtype
+            target, target_checkpoint, freeze_target, dtype=target_dtype, adapter=target_adapter
         )
         drafter = make_drafter(target)
         if draft is not None:
@@ -247,7 +250,13 @@ class DistillationTraining(SpeculativeTraining):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        splits = {"fit": SPLITS[:2], "validate": SPLITS[1:2], "test": SPLITS[2:]}.get(stage, ())
+        train, validation, test = SPLITS
+        splits_by_stage = {
+            "fit": (train, validation),
+            "validate": (validation,),
+            "test": (test,),
+        }
+        splits = splits_by_stage.get(stage, ())
         if not is_sharded(self.trainer):
             # The Trainer moves the target only after setup, and the features may be computed now.
             self.target.to(self.trainer.strategy.root_device)
@@ -275,9 +284,11 @@ class DistillationTraining(SpeculativeTraining):
 
     def read(self, batch: Batch, split: str) -> TargetOutputs:
         """Return the target's outputs for a batch."""
-        tokens = None if self.draft_vocabulary is None else self.draft_vocabulary.tokens
+        draft_tokens = None
+        if self.draft_vocabulary is not None:
+            draft_tokens = self.draft_vocabulary.tokens
         return self.target_features.read(
-            self.target, batch, split, layers=self.layers(), tokens=tokens
+            self.target, batch, split, layers=self.layers(), tokens=draft_tokens
         )
 
     def _learned(
@@ -306,22 +317,35 @@ class DistillationTraining(SpeculativeTraining):
             mask = step.learned(batch, prompts=prompts)
             hidden, log_probs, labels, _ = self._learned(step, mask, batch, outputs)
             losses = self.step_losses(number, hidden, log_probs, labels)
+            loss_sum = losses.sum()
+            num_positions = len(losses)
+
+            # The mean over all batches and processes of an optimizer step, not over this batch.
             count = partial(num_learned, step=step, prompts=prompts)
-            step_losses.append(losses.sum() / self.mean_count(len(losses), count))
-            position_means.append((losses.detach().sum() / max(1, len(losses)), len(losses)))
+            step_losses.append(loss_sum / self.mean_count(num_positions, count))
+            batch_mean = loss_sum.detach() / max(1, num_positions)
+            position_means.append((batch_mean, num_positions))
         loss = self._weighted_loss(step_losses)
 
         if not self.freeze_target:
-            labels = batch.next_tokens()
-            loss_sum = next_token_loss(outputs.log_probs[:, :-1], labels, "sum")
-            num_tokens = count_labels(batch)
-            loss = loss + loss_sum / self.mean_count(num_tokens, count_labels)
-            self.log_losses({"target_loss": loss_sum.detach() / max(1, num_tokens)}, num_tokens)
+            loss = loss + self._target_loss(batch, outputs)
 
         # The loss of a single step is `train/loss`.
         if len(position_means) > 1:
-            for position, (mean, num_tokens) in enumerate(position_means, start=1):
-                self.log_losses({f"position_{position}/loss": mean}, num_tokens, prog_bar=False)
+            for position, (batch_mean, num_positions) in enumerate(position_means, start=1):
+                position_loss = {f"position_{position}/loss": batch_mean}
+                self.log_losses(position_loss, num_positions, prog_bar=False)
+        return loss
+
+    def _target_loss(self, batch: Batch, outputs: TargetOutputs) -> Tensor:
+        """The loss of a target that learns from the text; logged as well."""
+        labels = batch.next_tokens()
+        loss_sum = next_token_loss(outputs.log_probs[:, :-1], labels, "sum")
+        num_tokens = count_labels(batch)
+        loss = loss_sum / self.mean_count(num_tokens, count_labels)
+
+        batch_mean = loss_sum.detach() / max(1, num_tokens)
+        self.log_losses({"target_loss": batch_mean}, num_tokens)
         return loss
 
     def on_after_backward(self) -> None:
@@ -376,9 +400,9 @@ class DistillationTraining(SpeculativeTraining):
         if self.global_step < self.warmup_steps:
             return rate
         # The optimizer still holds the rate of the last step, also after a resume. In a run that is
-        # resumed with more
-        # epochs or minutes, the new cosine starts above it.
-        return min(rate, self.trainer.optimizers[0].param_groups[0]["lr"])
+        # resumed with more epochs or minutes, the new cosine starts above it.
+        last_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        return min(rate, last_rate)
 
     # Evaluation
 
@@ -391,13 +415,15 @@ class DistillationTraining(SpeculativeTraining):
         for number, step in enumerate(self.draft_steps(batch, outputs)):
             # The tokens of prompts are never drafted.
             mask = step.learned(batch, prompts=False)
-            losses, *step_acceptance = self._judge(
-                number, self._learned(step, mask, batch, outputs)
-            )
+            positions = self._learned(step, mask, batch, outputs)
+            losses, *step_acceptance = self._judge(number, positions)
             step_losses.append(losses.sum() / max(1, len(losses)))
+
+            # From the step's positions to the tokens that they predict.
             for all_steps, token_acceptance in zip(acceptance, step_acceptance, strict=True):
                 by_token = token_acceptance.new_zeros(batch.tokens.shape)
-                by_token[:, step.predicted][mask] = token_acceptance
+                predicted = by_token[:, step.predicted]
+                predicted[mask] = token_acceptance
                 all_steps.append(by_token)
 
         means = self._count_rounds(acceptance, batch)
@@ -415,7 +441,8 @@ class DistillationTraining(SpeculativeTraining):
         self, number: int, positions: LearnedPositions
     ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"], Float[Tensor, "N"]]:
         """The loss, and the probability of acceptance at temperature 0 and at temperature 1."""
-        positions_at_once = max(1, _LOGITS_AT_ONCE // positions.log_probs.shape[-1])
+        num_logits = positions.log_probs.shape[-1]
+        positions_at_once = max(1, _LOGITS_AT_ONCE // num_logits)
         splits = [values.split(positions_at_once) for values in positions]
         losses = []
         greedy_acceptance = []
@@ -424,12 +451,16 @@ class DistillationTraining(SpeculativeTraining):
             logits = self.step_logits(number, hidden)
             losses.append(self.loss(logits, log_probs, labels))
 
-            log_draft = logits.float().log_softmax(-1)
-            draft_tokens = log_draft.argmax(-1)
+            # At temperature 0: whether the most likely tokens of both models agree.
+            draft_log_probs = logits.float().log_softmax(-1)
+            draft_tokens = draft_log_probs.argmax(-1)
             if self.draft_vocabulary is not None:
                 draft_tokens = self.draft_vocabulary.tokens[draft_tokens]
-            greedy_acceptance.append((draft_tokens == choices).float())
-            overlaps = torch.minimum(log_draft, log_probs).exp().sum(-1)
+            agrees = draft_tokens == choices
+            greedy_acceptance.append(agrees.float())
+
+            # At temperature 1: the sum of min(draft_probs, target_probs).
+            overlaps = torch.minimum(draft_log_probs, log_probs).exp().sum(-1)
             sampling_acceptance.append(overlaps.clamp(max=1.0))
         return torch.cat(losses), torch.cat(greedy_acceptance), torch.cat(sampling_acceptance)
 
@@ -438,25 +469,27 @@ class DistillationTraining(SpeculativeTraining):
 
         Args:
             acceptance: for each sampling setting and each draft step the probability that a draft
-                of token t is accepted. The last step stands for all later ones.
+                of token t is accepted. The last step represents all later ones.
         """
         means: Means = {}
         num_new = batch.lengths - batch.prompt_lengths
         num_draft_tokens = self.num_draft_tokens
-        offsets = torch.arange(int(num_new.max()), device=num_new.device)
+        round_starts = torch.arange(int(num_new.max()), device=num_new.device)
         for prefix, steps in zip(SAMPLINGS, acceptance, strict=True):
             columns = []
             for i in range(num_draft_tokens):
                 # Draft token i of the round from new token j is new token j + i.
+                new_tokens = round_starts + i
+                token_indices = batch.prompt_lengths[:, None] + new_tokens
                 step_acceptance = steps[min(i, len(steps) - 1)]
                 padded = functional.pad(step_acceptance, (0, num_draft_tokens))
-                tokens = batch.prompt_lengths[:, None] + offsets + i
-                column = padded.gather(1, tokens.clamp(max=padded.shape[1] - 1))
+                last_index = padded.shape[1] - 1
+                column = padded.gather(1, token_indices.clamp(max=last_index))
                 columns.append(column)
 
-                within_text = column[offsets + i < num_new[:, None]]
-                name = f"position_{i + 1}/{prefix}acceptance_rate"
-                means[name] = (within_text.mean(), len(within_text))
+                is_in_text = new_tokens < num_new[:, None]
+                rates = column[is_in_text]
+                means[f"position_{i + 1}/{prefix}acceptance_rate"] = (rates.mean(), len(rates))
             self.metrics.of(prefix).update(torch.stack(columns, dim=-1), num_new)
         return means
 

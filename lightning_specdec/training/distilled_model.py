@@ -65,11 +65,7 @@ class DistilledModelTraining(DistillationTraining):
         Raises:
             ValueError: the target has one layer only.
         """
-        if target.num_layers < 2:
-            raise ValueError(
-                f"{target.directory} has one layer, and a draft of its layers would be the target: "
-                "use the recipe eagle"
-            )
+        target.require_several_layers("a draft of its layers would be the target")
         num_at_each_end = max(1, target.num_layers // 10)
         first_layers = range(num_at_each_end)
         last_layers = range(target.num_layers - num_at_each_end, target.num_layers)
@@ -89,7 +85,9 @@ class DistilledModelTraining(DistillationTraining):
 
         It has a quarter of the target's width and an eighth of its layers.
         """
-        hidden_size = max(32, target.hidden_size // 4 // 64 * 64)
+        # A multiple of 64, at least 32, which heads of 32 divide.
+        quarter = target.hidden_size // 4
+        hidden_size = max(32, quarter // 64 * 64)
         model = {
             "model_type": "llama",
             "hidden_size": hidden_size,
@@ -127,8 +125,10 @@ class DistilledModelTraining(DistillationTraining):
         last_layer = (model.num_layers or 0) - 1
         # Only hidden states are needed here: `step_logits` computes the logits of the learned
         # positions.
-        output = model(batch.tokens[:, :-1], features=(last_layer,), logits_for=slice(0, 0))
-        return [DraftStep(output.features[last_layer], first_index=1)]
+        no_positions = slice(0, 0)
+        output = model(batch.tokens[:, :-1], features=(last_layer,), logits_for=no_positions)
+        hidden = output.features[last_layer]
+        return [DraftStep(hidden, first_index=1)]
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
         return self.drafter.model.output_logits(hidden[None])[0]

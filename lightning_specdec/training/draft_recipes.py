@@ -7,7 +7,8 @@ data, and the Trainer's arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.memory import available_bytes
 from lightning_specdec.config.settings import nearest
 from lightning_specdec.data.corpus import MANIFEST, read_manifest, shipped_corpora
+from lightning_specdec.models.adapters import find_adapter
+from lightning_specdec.models.safetensors_file import single_file_sha256, weights_sha256
+from lightning_specdec.text.tokenizer import TextTokenizer
 from lightning_specdec.training.block import BlockTraining
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.distilled_model import DistilledModelTraining
@@ -29,6 +33,8 @@ from lightning_specdec.training.target_shape import (
     NUM_DECODED_TOKENS,
     TargetShape,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Recipe(NamedTuple):
@@ -52,7 +58,12 @@ LARGE_HIDDEN_SIZE = 256
 
 
 def config_for(
-    recipe: str, target: str, text: Sequence[str], *, minutes: float | None = None
+    recipe: str,
+    target: str,
+    text: Sequence[str],
+    *,
+    minutes: float | None = None,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
     """The config of `fit` as plain values, as its YAML has them.
 
@@ -62,6 +73,7 @@ def config_for(
         text: directories that `generate` wrote; or text files, directories and patterns;
             `["shipped"]` is SmolLM2's text.
         minutes: duration of the run; three epochs when None.
+        adapter: an adapter of PEFT to merge into the target.
 
     Raises:
         FileNotFoundError, ValueError: the recipe does not support this target or this text.
@@ -93,6 +105,10 @@ def config_for(
     max_length = min(MAX_TEXT_LENGTH, shape.max_positions - num_decoded_tokens)
     data = _data_section(shape, text, max_length)
     data["init_args"]["batch_size"] = _batch_size(shape, device)
+    if adapter is not None:
+        model_arguments["target_adapter"] = adapter
+        if TextTokenizer.is_in(find_adapter(adapter).path):
+            data["init_args"]["tokenizer"] = adapter
 
     run_name = f"{Path(target).expanduser().absolute().name}_{recipe}"
     trainer_arguments = _trainer_arguments(run_name, minutes, num_decoded_tokens)
@@ -205,9 +221,12 @@ def _data_section(target: TargetShape, text: Sequence[str], max_length: int) -> 
         )
 
     num_prompts = 0
+    manifests = []
     for path in paths:
         manifest = read_manifest(Path(path).expanduser())
         num_prompts += int(manifest.get("num_prompts", 0))
+        manifests.append(manifest)
+    _warn_of_other_writers(target, manifests)
     return _section(
         "GeneratedText",
         paths=paths,
@@ -217,3 +236,22 @@ def _data_section(target: TargetShape, text: Sequence[str], max_length: int) -> 
         num_val=min(16, max(1, num_prompts // 10)),
         num_test=min(16, max(1, num_prompts // 20)),
     )
+
+
+def _warn_of_other_writers(target: TargetShape, manifests: Sequence[Mapping[str, Any]]) -> None:
+    """Warn if another model wrote the text: a draft learns to predict that model instead."""
+    writers = {str(manifest["target"].get("sha256")) for manifest in manifests}
+    directory = Path(target.directory).expanduser()
+    try:
+        own_hashes = {weights_sha256(directory), single_file_sha256(directory)}
+    except ValueError:
+        # Weights that are missing or damaged are refused when the run loads them.
+        return
+    if writers - own_hashes:
+        source = manifests[0]["target"].get("source")
+        log.warning(
+            "the text was written by another model (%s), so the draft learns less about %s: let "
+            "it write its own text with `lightning_specdec generate`",
+            source,
+            target.directory,
+        )

@@ -164,8 +164,8 @@ class EagleTraining(FeatureTraining):
         """See `DistillationTraining`; rollouts of random lengths apply the decay themselves."""
         if not self._has_random_lengths:
             return super().loss_weights(num_steps)
-        total_weight = sum(self.position_decay**i for i in range(self.num_draft_tokens))
-        return [1 / total_weight] * num_steps
+        decays = [self.position_decay**i for i in range(self.num_draft_tokens)]
+        return [1 / sum(decays)] * num_steps
 
     def rollout_length(self, step: int) -> int:
         """Number of draft tokens in the rollouts of an optimizer step.
@@ -189,11 +189,12 @@ class EagleTraining(FeatureTraining):
             self.joined_features(outputs),
             self.rollout_length(self.global_step),
         )
-        # Entries before a step's number belong to no round, and the last one predicts the token
-        # after the text.
-        return [
-            DraftStep(hidden[:, i:-1], first_index=2 + i) for i, hidden in enumerate(hidden_states)
-        ]
+        steps = []
+        for i, hidden in enumerate(hidden_states):
+            # Entries before a step's number belong to no round, and the last one predicts the token
+            # after the text.
+            steps.append(DraftStep(hidden[:, i:-1], first_index=2 + i))
+        return steps
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:
         return self.drafter.network.logits(hidden)
@@ -234,7 +235,8 @@ def rollouts(
         hidden = network.layer(embedded, features, positions, attend)
         outputs.append(hidden)
         # The next step reads at entry j + 1 what this one has computed at entry j.
-        features = _shifted(network.fed_back(hidden), 1)
+        next_features = network.fed_back(hidden)
+        features = _shifted(next_features, 1)
     return outputs
 
 
@@ -255,7 +257,9 @@ def _attend_in_rounds(
         keys_by_step: keys of all steps up to the latest; values likewise.
         window: number of latest entries that are visible; all when None.
     """
-    num_entries = queries.shape[2]
+    _, _, num_entries, head_size = queries.shape
+    first_keys = keys_by_step[0]
+    first_values = values_by_step[0]
     step = len(keys_by_step) - 1
 
     # A round's entries of step 0 end `step` entries before the one that attends.
@@ -264,44 +268,61 @@ def _attend_in_rounds(
     visible_distance = num_entries if window is None else window
     is_visible = (distances >= step) & (distances < visible_distance)
     if step == 0:
-        return attention(queries, keys_by_step[0], values_by_step[0], is_visible[None])
+        return attention(queries, first_keys, first_values, is_visible[None])
 
-    # Shifted by step - k, the entry of step k that entry j attends to stands at index j.
-    first_visible_step = 1 if window is None else max(1, step - window + 1)
-    later_steps = range(first_visible_step, step + 1)
-    later_keys = [_shifted(keys_by_step[k], step - k) for k in later_steps]
-    later_values = [_shifted(values_by_step[k], step - k) for k in later_steps]
+    first_later_step = 1 if window is None else max(1, step - window + 1)
+    later_keys = _aligned(keys_by_step, first_later_step)
+    later_values = _aligned(values_by_step, first_later_step)
 
     # Query heads that share a key head are one group: [B, G, H / G, T, E].
-    first_keys = keys_by_step[0]
-    first_values = values_by_step[0]
     num_key_heads = first_keys.shape[1]
-    head_size = queries.shape[3]
-    queries = queries.unflatten(1, (num_key_heads, -1)) * head_size**-0.5
+    grouped_queries = queries.unflatten(1, (num_key_heads, -1))
+    scaled_queries = grouped_queries * head_size**-0.5
 
-    first_scores = grouped_product(queries, first_keys.transpose(-1, -2))
+    # T scores for step 0, and one for each later step: its entry at the same index.
+    first_scores = grouped_product(scaled_queries, first_keys.transpose(-1, -2))
     scores = [first_scores.masked_fill(~is_visible, -torch.inf)]
     for keys in later_keys:
-        products = queries * keys[:, :, None]
+        products = scaled_queries * keys[:, :, None]
         scores.append(products.sum(-1, keepdim=True))
     weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32)
     weights = weights.to(first_values.dtype)
 
-    output = grouped_product(weights[..., :num_entries], first_values)
-    for column, values in enumerate(later_values, start=num_entries):
-        output = output + weights[..., column : column + 1] * values[:, :, None]
+    # The weighted sum of all values.
+    first_weights, later_weights = weights.split((num_entries, len(later_values)), dim=-1)
+    output = grouped_product(first_weights, first_values)
+    for step_weights, values in zip(later_weights.split(1, dim=-1), later_values, strict=True):
+        output = output + step_weights * values[:, :, None]
     return output.flatten(1, 2)
+
+
+def _aligned(
+    entries_by_step: Sequence[Float[Tensor, "B G T E"]], first_step: int
+) -> list[Float[Tensor, "B G T E"]]:
+    """The keys or values of the steps from `first_step` to the latest, step i.
+
+    Shifted by i - k, the entry of step k that entry j attends to is at index j.
+    """
+    last_step = len(entries_by_step) - 1
+    aligned = []
+    for step in range(first_step, last_step + 1):
+        aligned.append(_shifted(entries_by_step[step], last_step - step))
+    return aligned
 
 
 def grouped_product(
     left: Float[Tensor, "B G R T X"], right: Float[Tensor, "B G X Y"]
 ) -> Float[Tensor, "B G R T Y"]:
     """The matrix product of R query heads with the matrix of the key head that they share."""
+    # All rows of a group's heads are multiplied with the same matrix, so they are stacked.
     num_rows = left.shape[3]
-    return (left.flatten(2, 3) @ right).unflatten(2, (-1, num_rows))
+    stacked = left.flatten(2, 3)
+    product = stacked @ right
+    return product.unflatten(2, (-1, num_rows))
 
 
 def _shifted(entries: Float[Tensor, "*B T D"], count: int) -> Float[Tensor, "*B T D"]:
     """Entry j at j + `count`, after zeros."""
     num_left = entries.shape[-2] - count
-    return functional.pad(entries[..., :num_left, :], (0, 0, count, 0))
+    remaining = entries[..., :num_left, :]
+    return functional.pad(remaining, (0, 0, count, 0))

@@ -74,7 +74,9 @@ class EarlyExitTraining(SpeculativeTraining):
         self.exit_layer = exit_layer
         self.num_layers = cast("HuggingFaceLM", target).stack.num_layers
 
-        weights = [1.0] * self.num_layers if exit_weights is None else list(exit_weights)
+        weights = [1.0] * self.num_layers
+        if exit_weights is not None:
+            weights = list(exit_weights)
         self.exit_weights = [require_number("exit_weights", weight, low=0.0) for weight in weights]
         has_right_length = len(weights) == self.num_layers
         if not (has_right_length and weights[exit_layer - 1] and weights[-1]):
@@ -113,6 +115,7 @@ class EarlyExitTraining(SpeculativeTraining):
             if is_run is None or is_run[layer].all():
                 hidden = stack.run(hidden, call_arguments, layer, layer + 1)
             elif is_run[layer].any():
+                # The hidden states of the other rows pass this layer unchanged.
                 rows = is_run[layer].nonzero().squeeze(1).to(hidden.device)
                 row_states = stack.run(hidden[rows], call_arguments, layer, layer + 1)
                 hidden = hidden.index_copy(0, rows, row_states)
@@ -122,22 +125,24 @@ class EarlyExitTraining(SpeculativeTraining):
     def total(self, losses: Sequence[Tensor]) -> Tensor:
         """The weighted mean of all exits' losses, from exit 1 to the model itself."""
         weights = losses[0].new_tensor(self.exit_weights)
-        return (torch.stack(list(losses)) * weights).sum() / weights.sum()
+        weighted_losses = torch.stack(list(losses)) * weights
+        return weighted_losses.sum() / weights.sum()
 
     def measure(self, batch: Batch, split: str) -> Means:
         """See `SpeculativeTraining`; also the loss of every exit."""
         labels = batch.next_tokens()
         states = self.hidden_states(batch.tokens[:, :-1])
-        exit_logits = [self.target.exit_logits(hidden) for hidden in states]
-        target_logits = exit_logits[-1]
-        losses = [next_token_loss(logits, labels) for logits in exit_logits]
+        all_logits = [self.target.exit_logits(hidden) for hidden in states]
+        losses = [next_token_loss(logits, labels) for logits in all_logits]
+        *exit_logits, target_logits = all_logits
 
         means = next_token_means("target", target_logits, labels)
-        means.update(next_token_means("draft", exit_logits[self.exit_layer - 1], labels))
+        draft_logits = all_logits[self.exit_layer - 1]
+        means.update(next_token_means("draft", draft_logits, labels))
         _, num_tokens = means["target_loss"]
-        for layer in range(1, self.num_layers):
-            draft_logits = exit_logits[layer - 1]
-            self.metrics.count(draft_logits, target_logits, batch, self.exit_prefix(layer))
+
+        for layer, logits in enumerate(exit_logits, start=1):
+            self.metrics.count(logits, target_logits, batch, self.exit_prefix(layer))
             means[f"exit_{layer}/loss"] = (losses[layer - 1], num_tokens)
         means["loss"] = (self.total(losses), num_tokens)
         return means
@@ -150,7 +155,8 @@ class EarlyExitTraining(SpeculativeTraining):
         losses = []
         for hidden, weight in zip(states, self.exit_weights, strict=True):
             if weight:
-                losses.append(next_token_loss(self.target.exit_logits(hidden), labels))
+                logits = self.target.exit_logits(hidden)
+                losses.append(next_token_loss(logits, labels))
             else:
                 # An output head over the whole vocabulary is expensive.
                 losses.append(hidden.new_zeros(()))
@@ -160,9 +166,9 @@ class EarlyExitTraining(SpeculativeTraining):
             "draft_loss": losses[self.exit_layer - 1].detach(),
             "target_loss": losses[-1].detach(),
         }
-        exit_losses = {
-            f"exit_{layer}/loss": loss.detach() for layer, loss in enumerate(losses[:-1], start=1)
-        }
+        exit_losses = {}
+        for layer, loss in enumerate(losses[:-1], start=1):
+            exit_losses[f"exit_{layer}/loss"] = loss.detach()
         self.log_losses(main_losses, num_tokens)
         self.log_losses(exit_losses, num_tokens, prog_bar=False)
         # The mean over this batch's tokens counts by its share of the whole optimizer step.
@@ -187,12 +193,12 @@ class EarlyExitTraining(SpeculativeTraining):
 
         # Each row skips layer l with probability S(t) D(l) p_max, where D(l) is S over the layers.
         max_rate = step_scale(self.global_step, int(num_steps)) * self.layer_dropout
-        skip_rates = torch.tensor(
-            [max_rate * step_scale(layer, self.num_layers) for layer in range(self.num_layers)]
-        )
+        layer_scales = [step_scale(layer, self.num_layers) for layer in range(self.num_layers)]
+        skip_rates = torch.tensor([max_rate * scale for scale in layer_scales])
 
         # A seed for each batch of accumulated gradients, and for each process.
         batch_key = (self.global_step * 1_009 + batch_idx) * self.trainer.world_size
-        generator = torch.Generator().manual_seed((batch_key + self.global_rank) % 2**32)
+        seed = (batch_key + self.global_rank) % 2**32
+        generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(self.num_layers, num_rows, generator=generator)
         return noise >= skip_rates[:, None]

@@ -74,11 +74,7 @@ class ExitHeadTraining(DistillationTraining):
         Raises:
             ValueError: the target has one layer only.
         """
-        if target.num_layers < 2:
-            raise ValueError(
-                f"{target.directory} has one layer, and an exit needs a layer to skip: use the "
-                "recipe eagle"
-            )
+        target.require_several_layers("an exit needs a layer to skip")
         return {
             "num_draft_tokens": 2,
             "draft_vocabulary": target.draft_vocabulary,
@@ -105,17 +101,20 @@ class ExitHeadTraining(DistillationTraining):
         self.head.output.weight.copy_(rows_of(output_weight, self.draft_vocabulary))
 
         # Families store a norm's weight w in several ways (Gemma stores w - 1), so measure it: an
-        # RMSNorm maps the i-th unit vector, scaled up so that epsilon does not matter, to w_i *
-        # sqrt(D) at i and to 0 elsewhere.
+        # RMSNorm maps the i-th unit vector, scaled up so that epsilon does not matter, to
+        # w_i * sqrt(D) at i and to 0 elsewhere.
         size = output_weight.shape[1]
         units = torch.eye(size, dtype=output_weight.dtype, device=output_weight.device)
-        normed = cast("HuggingFaceLM", self.target).stack.norm(1000.0 * units[None])[0]
-        is_rms_norm = not (normed * (1 - units)).any()
+        final_norm = cast("HuggingFaceLM", self.target).stack.norm
+        normed = final_norm(1000.0 * units[None])[0]
+
+        off_diagonal = normed * (1 - units)
+        is_rms_norm = not off_diagonal.any()
         if is_rms_norm:
             self.head.norm.weight.copy_(normed.diagonal() / size**0.5)
 
     def draft_steps(self, batch: Batch, outputs: TargetOutputs) -> list[DraftStep]:
-        """See `DistillationTraining`: one head drafts all tokens, so one step stands for all."""
+        """See `DistillationTraining`: one head drafts all tokens, so one step represents all."""
         return [DraftStep(outputs.features[self._feature_layer][:, :-1], first_index=1)]
 
     def step_logits(self, number: int, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N W"]:

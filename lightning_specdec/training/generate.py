@@ -102,6 +102,7 @@ class GenerateText(LightningModule):
         target: a model's directory, or its name on the Hub; it needs a tokenizer.
         output: the directory of the shards.
         dtype: dtype that the target computes in; the stored dtype when None.
+        adapter: an adapter of PEFT to merge into the target: a directory or a Hub name.
         max_new_tokens: maximum new tokens of each row. A token that ends an answer ends a row, and
             is kept.
         temperatures: each prompt has one row for each of these; 0 is greedy.
@@ -113,7 +114,7 @@ class GenerateText(LightningModule):
             temperature`.
         num_draft_tokens: draft tokens of prompt lookup in a round; 0 is standard decoding.
         engine: vLLM instead of this package: a server's address; or, to start a server for the run,
-            `vllm` where it is installed beside this package, or the Python of the environment that
+            `vllm` if it is installed in this environment, or the Python of the environment that
             it is installed in.
 
     Attributes:
@@ -126,6 +127,7 @@ class GenerateText(LightningModule):
         output: str,
         *,
         dtype: str | None = None,
+        adapter: str | None = None,
         max_new_tokens: int = 256,
         temperatures: Sequence[float] = (0.0,),
         top_p: float | None = None,
@@ -139,6 +141,7 @@ class GenerateText(LightningModule):
         self.source = target
         self.output = Path(output).expanduser()
         self.dtype_name = dtype
+        self.adapter = adapter
         self.max_new_tokens = require_int("max_new_tokens", max_new_tokens, 1)
         self.temperatures = [float(temperature) for temperature in temperatures]
         self.top_p = top_p
@@ -157,6 +160,10 @@ class GenerateText(LightningModule):
             raise ValueError(
                 "num_draft_tokens is for decoding without an engine: configure a draft in vLLM's "
                 "server"
+            )
+        if engine is not None and adapter is not None:
+            raise ValueError(
+                "adapter is for decoding without an engine: merge it, and serve the merged model"
             )
         self.engine = engine
         self.watch: Watch = lambda num_tokens, num_ended: None
@@ -178,7 +185,9 @@ class GenerateText(LightningModule):
 
         data = self._data()
         if self.engine is None:
-            self.target = loading.load_model(self.source, dtype=self.dtype_name)
+            self.target = loading.load_model(
+                self.source, dtype=self.dtype_name, adapter=self.adapter
+            )
             limit_threads(self.target.num_parameters)
             target = self.target
         else:
@@ -186,7 +195,7 @@ class GenerateText(LightningModule):
             target = loading.without_weights(loading.examine(self.source, dtype=self.dtype_name))
         if target.tokenizer is None:
             raise ValueError(
-                f"{self.source} has no tokenizer, so prompts are no tokens: save one beside the "
+                f"{self.source} has no tokenizer to encode prompts with: save one next to the "
                 "weights"
             )
         self.eos = SpeculativeDecoder(target, NGramDrafter()).eos
@@ -225,6 +234,8 @@ class GenerateText(LightningModule):
         }
         if self.engine is not None:
             arguments["engine"] = "vllm"
+        if self.adapter is not None:
+            arguments["adapter"] = self.adapter
         return {
             "format": corpus.FORMAT,
             "target": {

@@ -33,23 +33,25 @@ def next_token_loss(
 
     It is 0 if all of them are.
     """
-    if reduction == "mean" and bool((labels == IGNORED).all()):
+    all_ignored = bool((labels == IGNORED).all())
+    if reduction == "mean" and all_ignored:
         # The mean over no label is NaN, and their sum is 0.
         reduction = "sum"
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), reduction=reduction
-    )
+    flat_logits = logits.flatten(0, 1).float()
+    return functional.cross_entropy(flat_logits, labels.flatten(), reduction=reduction)
 
 
 def next_token_means(
     name: str, logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]
 ) -> Means:
     """`NAME_loss` and `NAME_accuracy`, the share of tokens that are the most likely ones."""
+    loss = next_token_loss(logits, labels)
     num_tokens = int((labels != IGNORED).sum())
-    num_correct = (logits.argmax(-1) == labels).sum()
+    is_correct = logits.argmax(-1) == labels
+    accuracy = is_correct.sum() / max(1, num_tokens)
     return {
-        f"{name}_loss": (next_token_loss(logits, labels), num_tokens),
-        f"{name}_accuracy": (num_correct / max(1, num_tokens), num_tokens),
+        f"{name}_loss": (loss, num_tokens),
+        f"{name}_accuracy": (accuracy, num_tokens),
     }
 
 
@@ -66,7 +68,8 @@ def overlap(
     Leviathan et al. 2023, theorem 3.5. At temperature 0 it is 1 where the most likely tokens of
     both models agree.
     """
-    return torch.minimum(draft_probs, target_probs).sum(-1).clamp(max=1.0)
+    common_probs = torch.minimum(draft_probs, target_probs)
+    return common_probs.sum(-1).clamp(max=1.0)
 
 
 def draft_windows(
@@ -108,19 +111,27 @@ def expected_rounds(
 
     # P(at least n accepted) is a product of acceptance probabilities, and P(exactly n) a difference
     # of two of them.
-    is_proposed = torch.arange(num_draft_tokens, device=acceptance.device) < windows[..., None]
-    at_least = functional.pad((acceptance * is_proposed).cumprod(-1), (1, 0), value=1.0)
-    exactly = at_least - functional.pad(at_least[..., 1:], (0, 1))
-    exactly = exactly * (windows >= 0)[..., None]
+    draft_positions = torch.arange(num_draft_tokens, device=acceptance.device)
+    is_proposed = draft_positions < windows[..., None]
+    accepted_all = (acceptance * is_proposed).cumprod(-1)
+    at_least = functional.pad(accepted_all, (1, 0), value=1.0)
+    at_least_one_more = functional.pad(accepted_all, (0, 1))
+    exactly = at_least - at_least_one_more
+
+    # After a row's end no round starts.
+    is_in_row = windows >= 0
+    exactly = exactly * is_in_row[..., None]
 
     # The loop runs a few small operations for each position, so positions come first in memory.
     exactly_by_position = exactly.movedim(0, 2).contiguous()
     start_probs = acceptance.new_zeros(num_positions + num_draft_tokens + 1, num_rows)
     start_probs[0] = 1
     for position, outcome_probs in enumerate(exactly_by_position.unbind(0)):
+        # After n accepted draft tokens, the next round starts n + 1 positions later.
         next_starts = start_probs[position + 1 : position + num_draft_tokens + 2]
         next_starts.addcmul_(outcome_probs, start_probs[position])
-    return start_probs[:num_positions].T[..., None] * exactly
+    start_probs_by_row = start_probs[:num_positions].T
+    return start_probs_by_row[..., None] * exactly
 
 
 class ExpectedRounds(Metric):
@@ -155,19 +166,22 @@ class ExpectedRounds(Metric):
 
         # A round tests the tokens that it accepts, and the first rejected one if there is one.
         num_accepted = torch.arange(self.num_draft_tokens + 1, device=rounds.device)
-        num_tested = num_accepted + (num_accepted < windows[..., None])
+        has_rejection = num_accepted < windows[..., None]
+        num_tested = num_accepted + has_rejection
         self.num_tested += (rounds * num_tested).sum()
         self.accepted_per_round += rounds.sum((0, 1))
 
     def compute(self) -> dict[str, Tensor]:
         """The counts, and `RATES`: accepted / tested draft tokens, and new tokens / rounds."""
-        accepted = torch.arange(self.num_draft_tokens + 1, device=self.accepted_per_round.device)
-        num_accepted = (accepted * self.accepted_per_round).sum()
+        device = self.accepted_per_round.device
+        accepted_counts = torch.arange(self.num_draft_tokens + 1, device=device)
+        num_accepted = (accepted_counts * self.accepted_per_round).sum()
+        num_rounds = self.accepted_per_round.sum()
         return {
             "num_tested": self.num_tested,
             "accepted_per_round": self.accepted_per_round,
             "acceptance_rate": num_accepted / self.num_tested,
-            "block_efficiency": 1 + num_accepted / self.accepted_per_round.sum(),
+            "block_efficiency": 1 + num_accepted / num_rounds,
         }
 
 
@@ -222,21 +236,27 @@ class RoundMetrics(nn.ModuleDict):
         Args:
             draft_logits, target_logits: `[:, t]` score token t + 1 of `batch.tokens`.
         """
+        # The logits of each row's new tokens: each token is scored one position before its own.
         num_new = batch.lengths - batch.prompt_lengths
         device = target_logits.device
         offsets = torch.arange(int(num_new.max()), device=device)
         positions = batch.prompt_lengths[:, None] - 1 + offsets
         positions = positions.clamp(max=target_logits.shape[1] - 1)
         rows = torch.arange(len(positions), device=device)[:, None]
+        new_draft_logits = draft_logits[rows, positions]
+        new_target_logits = target_logits[rows, positions]
 
         for sampling_name, sampling in SAMPLINGS.items():
             rounds = self.of(prefix + sampling_name)
-            draft_probs = sampling.probs(draft_logits[rows, positions])
-            target_probs = sampling.probs(target_logits[rows, positions])
+            draft_probs = sampling.probs(new_draft_logits)
+            target_probs = sampling.probs(new_target_logits)
             token_acceptance = overlap(draft_probs, target_probs)
+
             # Draft token i of the round from new token j is new token j + i.
-            padded = functional.pad(token_acceptance, (0, rounds.num_draft_tokens - 1))
-            rounds.update(padded.unfold(1, rounds.num_draft_tokens, 1), num_new)
+            num_draft_tokens = rounds.num_draft_tokens
+            padded = functional.pad(token_acceptance, (0, num_draft_tokens - 1))
+            acceptance = padded.unfold(1, num_draft_tokens, 1)
+            rounds.update(acceptance, num_new)
 
     def compute(self) -> dict[str, Tensor]:
         """The acceptance rate and block efficiency of each draft, over all processes."""

@@ -108,11 +108,14 @@ class OfflineFeatures(OnlineFeatures):
         cached_layers = sorted({*layers, *self.also_layers, target.num_layers - 1})
         identity = f"{CACHE_VERSION} {weights_digest(target)} {cached_layers} {self.dtype}"
         for split in splits:
-            digest = hashlib.sha256(f"{identity} {rows_digest(data, split)}".encode()).hexdigest()
+            key = f"{identity} {rows_digest(data, split)}"
+            digest = hashlib.sha256(key.encode()).hexdigest()
             self.directories[split] = self.home / f"{split}-{digest[:24]}"
 
+        # A token has the states of all layers, its most likely successor and its normalizer.
         missing_shards = self._missing_shards(data, splits)
-        bytes_per_token = len(cached_layers) * target.hidden_size * self.dtype.itemsize + 8
+        state_bytes = len(cached_layers) * target.hidden_size * self.dtype.itemsize
+        bytes_per_token = state_bytes + 4 + 4
         bytes_per_shard = SHARD_ROWS * data.max_length * bytes_per_token
         self._announce(bytes_per_shard * len(missing_shards))
 
@@ -146,25 +149,28 @@ class OfflineFeatures(OnlineFeatures):
         device = batch.tokens.device
         dtype = next(weight.dtype for weight in target.parameters() if weight.is_floating_point())
 
-        row_indices = batch.indices.tolist()
-        shards = [self._shard_of(split, row_index) for row_index in row_indices]
-        layer_names = [f"layer_{layer}" for layer in {*layers, last_layer}]
-        arrays: dict[str, Tensor] = {}
-        for name in (*layer_names, "choice", "normalizer"):
-            rows = [
-                shard.get_tensor(f"{row_index}.{name}")
-                for row_index, shard in zip(row_indices, shards, strict=True)
-            ]
-            padded = _pad_tokens(pad_sequence(rows, batch_first=True), batch.tokens.shape[1])
-            arrays[name] = padded.to(device, non_blocking=True)
+        states: dict[int, Tensor] = {}
+        for layer in {*layers, last_layer}:
+            states[layer] = self._read_array(f"layer_{layer}", batch, split).to(dtype)
+        choices = self._read_array("choice", batch, split)
+        normalizers = self._read_array("normalizer", batch, split)
 
         # A frozen target computes as it does in decoding, without mixed precision.
         with torch.autocast(device.type, enabled=False):
-            logits = _head_logits(target, arrays[f"layer_{last_layer}"].to(dtype), tokens)
+            logits = _head_logits(target, states[last_layer], tokens)
 
-        features = {layer: arrays[f"layer_{layer}"].to(dtype) for layer in layers}
-        log_probs = logits - arrays["normalizer"][..., None]
-        return TargetOutputs(features, log_probs, arrays["choice"].long())
+        features = {layer: states[layer] for layer in layers}
+        log_probs = logits - normalizers[..., None]
+        return TargetOutputs(features, log_probs, choices.long())
+
+    def _read_array(self, name: str, batch: Batch, split: str) -> Tensor:
+        """One of the cached arrays for the rows of a batch, padded with zeros to its length."""
+        rows = []
+        for row_index in batch.indices.tolist():
+            shard = self._shard_of(split, row_index)
+            rows.append(shard.get_tensor(f"{row_index}.{name}"))
+        padded = _pad_tokens(pad_sequence(rows, batch_first=True), batch.tokens.shape[1])
+        return padded.to(batch.tokens.device, non_blocking=True)
 
     def _missing_shards(self, data: TokenData, splits: Sequence[str]) -> list[tuple[str, int]]:
         """Split and index of every shard that is absent or cannot be read."""
@@ -226,12 +232,12 @@ class OfflineFeatures(OnlineFeatures):
         """The arrays of a shard, named `ROW.NAME`, from batches of rows with similar lengths."""
         rows = data.rows(split)
         first_row = shard_index * SHARD_ROWS
-        row_indices = range(first_row, min(first_row + SHARD_ROWS, len(rows)))
-        batch = data.collate([rows[row_index] for row_index in row_indices])
+        end_row = min(first_row + SHARD_ROWS, len(rows))
+        batch = data.collate([rows[row_index] for row_index in range(first_row, end_row)])
         lengths = batch.lengths.tolist()
 
-        # Rows of similar lengths need little padding.
-        longest_first = sorted(range(len(row_indices)), key=lambda index: -lengths[index])
+        # Rows of similar lengths need little padding. Indices are those of the batch.
+        longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         arrays: dict[str, Tensor] = {}
         start = 0
         while start < len(longest_first):
@@ -243,8 +249,8 @@ class OfflineFeatures(OnlineFeatures):
             outputs = self._run_target(target, batch.tokens[group, :num_tokens], layers)
             for name, values in outputs.items():
                 for index, row_values in zip(group, values.cpu(), strict=True):
-                    array_name = f"{row_indices[index]}.{name}"
-                    arrays[array_name] = row_values[: lengths[index]].clone()
+                    row_index = first_row + index
+                    arrays[f"{row_index}.{name}"] = row_values[: lengths[index]].clone()
         return arrays
 
     def _run_target(
@@ -393,19 +399,28 @@ def _head_logits(
     reduced vocabulary.
     """
     if tokens is not None:
-        # Caps on logits show in large numbers only, so the test enlarges the states.
-        sample = 64 * hidden[:1, :8]
-        expected = pick(target.output_logits(sample), tokens)
-        bias = pick(target.output_logits(torch.zeros_like(sample[:, :1])), tokens)[0, 0]
+        # The bias is what the head returns for zeros.
+        zeros = torch.zeros_like(hidden[:1, :1])
+        bias = pick(target.output_logits(zeros), tokens)[0, 0]
         weight = target.output_weight.index_select(0, tokens)
 
-        relative_tolerance = max(1e-3, 4 * torch.finfo(hidden.dtype).eps)
+        # Compare with the head on a sample. Caps on logits show in large numbers only, so the
+        # states are enlarged.
+        sample = 64 * hidden[:1, :8]
+        expected = pick(target.output_logits(sample), tokens)
         error = (linear(sample, weight, bias) - expected).abs().max()
-        if error <= relative_tolerance * expected.abs().max():
+        relative_tolerance = max(1e-3, 4 * torch.finfo(hidden.dtype).eps)
+        tolerance = relative_tolerance * expected.abs().max()
+        is_linear = bool(error <= tolerance)
+        if is_linear:
             return linear(hidden, weight, bias).float()
 
+    # Few rows at a time, because the logits of the whole vocabulary take gigabytes.
     num_rows = rows_at_once(hidden.shape[1], target.vocab_size)
-    pieces = [pick(target.output_logits(rows), tokens).float() for rows in hidden.split(num_rows)]
+    pieces = []
+    for rows in hidden.split(num_rows):
+        logits = pick(target.output_logits(rows), tokens)
+        pieces.append(logits.float())
     return torch.cat(pieces)
 
 
@@ -414,5 +429,7 @@ def rows_digest(data: TokenData, split: str) -> str:
     digest = hashlib.sha256()
     for batch in batches(data, split):
         for tokens, length in zip(batch.tokens.numpy(), batch.lengths.tolist(), strict=True):
-            digest.update(np.array([length, *tokens[:length]], "<i4").tobytes())
+            # The length comes first, so that the same tokens in other rows differ.
+            row = np.array([length, *tokens[:length]], "<i4")
+            digest.update(row.tobytes())
     return digest.hexdigest()

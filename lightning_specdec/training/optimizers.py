@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -46,11 +46,10 @@ class MuonAdamW(Optimizer):
         lr: float,
         weight_decay: float,
     ) -> None:
-        self.parts: list[Optimizer] = [
-            Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            AdamW(others, lr=lr, betas=BETAS, weight_decay=weight_decay),
-        ]
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        muon = Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        adamw = AdamW(others, lr=lr, betas=BETAS, weight_decay=weight_decay)
+        self.parts: list[Optimizer] = [muon, adamw]
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._share_state()
 
     def _share_state(self) -> None:
@@ -65,8 +64,12 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+
         device = self.param_groups[0]["params"][0].device.type
-        with nullcontext() if fast_bfloat16(device) else _InFloat32():
+        precision: AbstractContextManager[Any] = nullcontext()
+        if not fast_bfloat16(device):
+            precision = _InFloat32()
+        with precision:
             for part in self.parts:
                 part.step()
         return loss
@@ -108,7 +111,8 @@ def warmup_cosine(step: int, num_steps: float, *, warmup_steps: int, final: floa
         return (step + 1) / warmup_steps
     if not math.isfinite(num_steps):
         return 1.0
-    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    num_falling_steps = max(1, num_steps - warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / num_falling_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return final + (1 - final) * cosine
 
@@ -204,11 +208,11 @@ def check_start_up(minutes: float) -> None:
 def timers(trainer: Trainer) -> list[Timer]:
     """Return the callbacks that limit a run's time."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [
-        callback
-        for callback in callbacks
-        if isinstance(callback, Timer) and callback.time_remaining() is not None
-    ]
+    limits = []
+    for callback in callbacks:
+        if isinstance(callback, Timer) and callback.time_remaining() is not None:
+            limits.append(callback)
+    return limits
 
 
 def time_share(trainer: Trainer) -> float | None:

@@ -117,7 +117,7 @@ class RunFiles:
         self._new_directories: list[Path] = []
 
     def find(self, name: str) -> str:
-        """Return the checkpoint that `last`, `best` or a path stands for.
+        """Return the checkpoint that `last`, `best` or a path selects.
 
         Raises:
             FileNotFoundError: there is no such checkpoint yet.
@@ -379,7 +379,15 @@ def _check_config(
         current.update(data.arguments())
 
     # The same target may lie elsewhere by now.
-    ignored = {"format", "recipe", "versions", "prompts", "tokenizer", "target_checkpoint"}
+    ignored = {
+        "format",
+        "recipe",
+        "versions",
+        "prompts",
+        "tokenizer",
+        "target_checkpoint",
+        "target_adapter",
+    }
     if "sha256" in described["target"]:
         ignored.add("target")
     differences = []
@@ -396,7 +404,7 @@ def _check_config(
             options.append(f"--model.{name} {recorded[name]}")
 
     if not differences:
-        # Reading all texts takes longest, and another difference says more.
+        # Reading all texts takes longest, and another difference is more informative.
         digest = recorded.get("data_digest")
         if digest is not None and digest != model.data_digest(data):
             differences.append("the texts of the data changed, or their order")

@@ -61,8 +61,8 @@ class Endpoint:
         if not names:
             served_names = short(", ".join(aliases_by_name) or "no model", 200)
             raise ValueError(
-                f"{self.url} serves {served_names}, not {model}: give model.target as it is "
-                f"served, or serve it with --served-model-name {model}"
+                f"{self.url} serves {served_names}, not {model}: set model.target to a "
+                f"served name, or serve it with --served-model-name {model}"
             )
         self.model = names[0]
 
@@ -110,11 +110,12 @@ class Endpoint:
         }
 
         def complete(number: int) -> tuple[int, list[int]]:
-            row_seed = hashlib.sha256(f"{seed} {number}".encode()).digest()[:7]
+            # A seed for each prompt, of seven bytes: servers read signed integers of eight.
+            digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
             body = {
                 **common_options,
                 "prompt": list(prompts[number]),
-                "seed": int.from_bytes(row_seed),
+                "seed": int.from_bytes(digest[:7]),
             }
             answer = self._request("/v1/completions", body, timeout=_COMPLETION_SECONDS)
             tokens = self._tokens_of(answer, vocab_size)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
 from lightning_specdec.checkpoints.target_reference import TargetReference
+from lightning_specdec.config.hub import is_gguf
 from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules.sampling import largest
@@ -186,7 +187,8 @@ def batches(data: TokenData, split: str) -> Iterator[Batch]:
     rows = data.rows(split)
     for start in range(0, len(rows), data.batch_size):
         end = min(start + data.batch_size, len(rows))
-        yield data.collate([rows[index] for index in range(start, end)])
+        batch_rows = [rows[index] for index in range(start, end)]
+        yield data.collate(batch_rows)
 
 
 def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
@@ -195,8 +197,9 @@ def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
     for batch in batches(data, "train"):
         positions = torch.arange(batch.tokens.shape[1])
         is_text = positions < batch.lengths[:, None]
-        is_generated = is_text & (positions >= batch.prompt_lengths[:, None])
-        counts += torch.bincount(batch.tokens[is_generated], minlength=vocab_size)
+        is_after_prompt = positions >= batch.prompt_lengths[:, None]
+        generated_tokens = batch.tokens[is_text & is_after_prompt]
+        counts += torch.bincount(generated_tokens, minlength=vocab_size)
     return counts
 
 
@@ -227,14 +230,21 @@ def is_trained(target: LanguageModel) -> bool:
 
 
 def given_target(
-    target: LanguageModel | None, path: str | None, freeze: bool, *, dtype: str | None = None
+    target: LanguageModel | None,
+    path: str | None,
+    freeze: bool,
+    *,
+    dtype: str | None = None,
+    adapter: str | None = None,
 ) -> tuple[LanguageModel, str | None]:
     """The target of a training run, and the tokenizer that its checkpoint names.
 
     Args:
-        path: a checkpoint, or the directory of a transformers model; instead of `target`.
+        path: a checkpoint, or the directory of a transformers model or its GGUF file; instead of
+            `target`.
         freeze: whether the target stays unchanged; a trained target is loaded in float32.
         dtype: dtype of a frozen target from a directory; the stored dtype when None.
+        adapter: an adapter to merge into a target from a directory.
 
     Raises:
         ValueError: not exactly one of `target` and `path` is given, or the file contains no usable
@@ -247,16 +257,23 @@ def given_target(
             f"a draft needs one target, got {num_given}: give either `target` or "
             "`target_checkpoint`"
         )
+    is_pretrained = path is not None and (Path(path).is_dir() or is_gguf(Path(path)))
+    if adapter is not None and not is_pretrained:
+        raise ValueError(
+            "target_adapter is merged into the model of a directory: give that as target_checkpoint"
+        )
     if target is not None:
         return target, None
 
     assert path is not None
     tokenizer = None
-    if Path(path).is_dir():
+    if is_pretrained:
         # Imports transformers, which other targets do without.
         from lightning_specdec.models.loading import load_model
 
-        loaded_target: LanguageModel = load_model(path, dtype=dtype if freeze else "float32")
+        loaded_target: LanguageModel = load_model(
+            path, dtype=dtype if freeze else "float32", adapter=adapter
+        )
     else:
         pair = checkpoint_file.load(path)
         loaded_target = pair.target

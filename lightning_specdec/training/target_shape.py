@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_specdec.config.hub import is_gguf
 from lightning_specdec.models.loading import examine
 
 MAX_TEXT_LENGTH = 512
@@ -46,7 +47,8 @@ class TargetShape:
             FileNotFoundError: there is no such directory.
             ValueError: the directory contains no model, or one without the sizes that recipes need.
         """
-        if not Path(directory).expanduser().is_dir():
+        path = Path(directory).expanduser()
+        if not path.is_dir() and not is_gguf(path):
             raise FileNotFoundError(
                 f"{directory}: no such model directory; --target takes one that `save_pretrained` "
                 "wrote"
@@ -79,6 +81,18 @@ class TargetShape:
             num_key_heads=num_key_heads,
             max_positions=max_positions or MAX_TEXT_LENGTH + NUM_DECODED_TOKENS,
         )
+
+    def require_several_layers(self, reason: str) -> None:
+        """Check that the target has layers that a draft can leave out.
+
+        Args:
+            reason: why one layer is not enough, for the error.
+
+        Raises:
+            ValueError: the target has one layer only.
+        """
+        if self.num_layers < 2:
+            raise ValueError(f"{self.directory} has one layer, and {reason}: use the recipe eagle")
 
     @property
     def draft_vocabulary(self) -> int | None:

@@ -1,0 +1,513 @@
+"""Find the fastest way to decode a target on this machine: engines first, then drafts on the best.
+
+Every way takes turns with the others and with standard decoding, on the same text. A tournament
+decides which of them get more time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_specdec.bench.measure import FAILURES, Case, windows_of
+from lightning_specdec.bench.pieces import PIECE_TOKENS
+from lightning_specdec.bench.race import Entrant, MeasuredRace
+from lightning_specdec.bench.records import SPECULATIVE, STANDARD, Comparison
+from lightning_specdec.bench.tournament import FEWEST_TURNS, Tournament
+from lightning_specdec.bench.verdict import Verdict, judge, level_among
+from lightning_specdec.bench.ways import LOOKUP, LOOKUP_NAME, Drafting, Engine, Way
+from lightning_specdec.checkpoints import load_pair
+from lightning_specdec.checkpoints.target_reference import dtype_of
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.terminal import one_line
+from lightning_specdec.data.prompts import Prompt
+from lightning_specdec.decoder import SpeculativeDecoder
+from lightning_specdec.decoding import merge_results
+from lightning_specdec.decoding.requests import check_batch, check_eos
+from lightning_specdec.drafters import Drafter
+
+MIN_PIECE_SECONDS = 0.01
+"""Pieces of a small model hold more tokens, so that their seconds can be measured."""
+LOADING_SHARE = 0.4
+"""Share of the time after which no further engine is loaded."""
+NO_TIME = "no time was left: give more --minutes"
+ENGINE_SHARE = 0.25
+"""Share of the time for choosing an engine, if there are several."""
+FINAL_SHARE = 0.3
+"""Share of the rest for comparing the best drafts on the engines that are left."""
+MOST_ENGINES = 2
+"""Engines that the final compares."""
+MOST_FINALISTS = 2
+"""Drafts that the final compares."""
+LOOKUP_WINDOW = 4
+"""Draft tokens of the lookup by which engines are compared."""
+_TARGET_ALONE = {
+    "draft": None,
+    "drafter": LOOKUP,
+    "draft_dtype": None,
+    "draft_quantization": None,
+    "draft_revision": None,
+}
+"""Fields of a source that loads a target and no draft."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a sweep is doing.
+
+    Args:
+        step: in a few words.
+        num_left: ways that may still win.
+        seconds_left: until the answer.
+        leader: the way that leads, with its verdict; empty before there is one.
+    """
+
+    step: str
+    num_left: int
+    seconds_left: float
+    leader: str = ""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a sweep knows at a time.
+
+    Args:
+        winner: the way that the evidence favors; None before anything was measured, or if no way
+            has the tokens of standard decoding.
+        verdict: of the winner, as the best of all ways that were tried.
+        equals: other ways that may be as fast as the winner.
+        comparisons: the figures of all ways that were measured.
+        remarks: by cell of a comparison, what became of that way.
+        failed: ways and drafts that cannot be measured, and why.
+    """
+
+    winner: Way | None
+    verdict: Verdict
+    equals: tuple[Way, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    remarks: Mapping[Any, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the winner is faster than standard decoding by more than noise."""
+        return self.winner is not None and self.verdict.kind == "faster"
+
+    def remark(self, comparison: Comparison) -> str:
+        """The remark of a row of the table."""
+        return self.remarks.get(comparison.case.cell, "")
+
+
+class Sweep:
+    """Finds the fastest way to decode a target.
+
+    `run` may be interrupted by Ctrl-C; `standing` reports what is known by then.
+
+    Args:
+        decoder: has the target, loaded for the first engine.
+        source: what loaded it.
+        prompts: texts to decode, as tokens.
+        config: how to decode.
+        engines: what may compute the target. Every way is compared with standard decoding on the
+            first one.
+        kinds: the drafts to try.
+        windows: numbers of draft tokens to try, and "auto".
+        seconds: until the answer.
+        batch_size: prompts that are decoded together.
+        watch: called with what is being done.
+
+    Attributes:
+        failed: ways and drafts that cannot be measured, and why.
+        unavailable: engines that cannot be used here, and what there was no time for, and why.
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        source: PairSource,
+        prompts: Sequence[Sequence[int]],
+        config: DecodingConfig,
+        *,
+        engines: Sequence[Engine],
+        kinds: Sequence[Drafting],
+        windows: Sequence[int | str],
+        seconds: float,
+        batch_size: int = 1,
+        watch: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        batch = check_batch(prompts, decoder.target, config)
+        check_eos(config.eos, decoder.target.vocab_size)
+        if not kinds or not windows:
+            raise ValueError("there is nothing to compare: give a draft and a number of tokens")
+        self.decoder = decoder
+        self.source = source
+        self.config = config
+        self.engines = list(engines)
+        self.kinds = list(kinds)
+        self.windows = list(windows)
+        self.failed: dict[str, str] = {}
+        self.unavailable: dict[str, str] = {}
+        self._entrants: dict[str, Entrant] = {}
+        self._contests: list[Tournament] = []
+        self._drafters: dict[tuple[Engine, str], Drafter] = {}
+        self._decoders: dict[tuple[Any, ...], SpeculativeDecoder] = {}
+        self._prompts = [Prompt(str(index), "", tuple(tokens)) for index, tokens in batch]
+        self._batch_size = batch_size
+        self._piece_tokens = PIECE_TOKENS * batch_size
+        self._watch = watch
+        self._deadline = time.monotonic() + seconds
+        self._step = ""
+        self._standard: Entrant | None = None
+
+    # Running
+
+    def run(self) -> None:
+        """Measure until the time is over or the answer is clear."""
+        previous_threads = torch.get_num_threads()
+        try:
+            with _threads(self.engines[0]):
+                self._standard = self._standard_entrant(self.engines[0])
+                self._choose_piece_size(self._standard.case)
+            engines = self._choose_engines()
+            self._choose_draft(engines)
+        finally:
+            torch.set_num_threads(previous_threads)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the answer."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _choose_piece_size(self, standard: Case) -> None:
+        """Make pieces of small models longer."""
+        self._say("warming up")
+        # The first answers only warm up. One prompt suffices: a large model takes seconds.
+        case = replace(standard, prompts=standard.prompts[: self._batch_size])
+        tape = case.tape(is_endless=True)
+        tape.run_piece(self._piece_tokens)
+        tape.run_piece(2 * self._piece_tokens)
+        seconds = sum(segment.seconds for segment in tape.pieces[-1])
+        if 0 < seconds < MIN_PIECE_SECONDS:
+            self._piece_tokens = round(self._piece_tokens * MIN_PIECE_SECONDS / seconds)
+
+    def _choose_engines(self) -> list[Engine]:
+        """The engines that may be the fastest, the best first.
+
+        An engine is dropped if both its standard decoding and its prompt lookup are proven slower
+        than those of another one.
+        """
+        if len(self.engines) == 1:
+            return self.engines
+        lookup = Drafting(LOOKUP_NAME, {"drafter": LOOKUP, "draft": None})
+        entrants_by_engine: dict[Engine, list[Entrant]] = {}
+        seconds = self.seconds_left
+        for engine in self.engines:
+            if self.seconds_left < (1 - LOADING_SHARE) * seconds and len(entrants_by_engine) > 0:
+                self.unavailable[engine.name] = NO_TIME
+                continue
+            self._say(f"loading the target in {engine.name}")
+            entrants = self._load(engine, [lookup], [LOOKUP_WINDOW])
+            if entrants:
+                entrants_by_engine[engine] = entrants
+
+        all_entrants = []
+        for entrants in entrants_by_engine.values():
+            all_entrants += entrants
+        contest = self._contest(all_entrants, "comparing engines", self.seconds_left * ENGINE_SHARE)
+        left = list(entrants_by_engine)
+        while contest.seconds_left and len(left) > 1 and contest.live:
+            contest.run_turn()
+            self._report()
+            if contest.num_turns >= FEWEST_TURNS:
+                left = _engines_left(contest, entrants_by_engine)
+
+        def best_speedup(engine: Engine) -> float:
+            speedups = [contest.speedup(entrant.way.name) for entrant in entrants_by_engine[engine]]
+            return max((speedup.value for speedup in speedups if speedup), default=0.0)
+
+        return sorted(left, key=best_speedup, reverse=True)
+
+    def _choose_draft(self, engines: Sequence[Engine]) -> None:
+        """Find the best draft on the best engine, then compare it on the engines that are left."""
+        has_final = len(engines) > 1
+        share = 1 - FINAL_SHARE if has_final else 1.0
+        entrants = self._load(engines[0], self.kinds, self.windows)
+        contest = self._contest(entrants, "comparing drafts", self.seconds_left * share)
+        contest.run(self._report)
+        if contest.leader is None or not has_final or not self.seconds_left:
+            return
+
+        finalists: list[Entrant] = []
+        for way in self._finalists(contest):
+            for engine in engines[:MOST_ENGINES]:
+                assert way.drafting is not None
+                assert way.num_draft_tokens is not None
+                loaded = self._load(engine, [way.drafting], [way.num_draft_tokens])
+                finalists += [entrant for entrant in loaded if entrant not in finalists]
+        if finalists:
+            final = self._contest(finalists, "the final", self.seconds_left)
+            final.run(self._report)
+
+    def _finalists(self, contest: Tournament) -> list[Way]:
+        """The best ways of a contest, one for each draft."""
+        assert contest.leader is not None
+        finalists: list[Way] = []
+        for name in [contest.leader, *contest.equals(contest.leader)]:
+            way = self._entrants[name].way
+            drafts = [finalist.drafting for finalist in finalists]
+            if way.drafting is not None and way.drafting not in drafts:
+                finalists.append(way)
+        return finalists[:MOST_FINALISTS]
+
+    def _contest(self, entrants: Sequence[Entrant], step: str, seconds: float) -> Tournament:
+        """A tournament of these ways, which are warmed up."""
+        assert self._standard is not None
+        self._step = step
+        race = MeasuredRace(self._standard, entrants, piece_tokens=self._piece_tokens)
+        self._say(f"{step}: warming up")
+        started = time.monotonic()
+        race.warm_up()
+        seconds_for_turns = max(0.0, seconds - (time.monotonic() - started))
+        self.failed.update(race.failed)
+        names = [name for name in race.entrants if name not in race.failed]
+        if not names:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
+            raise ValueError(f"nothing can be measured: {reasons}")
+        contest = Tournament(race, names, seconds=seconds_for_turns)
+        self._contests.append(contest)
+        return contest
+
+    def _say(self, step: str) -> None:
+        self._watch(Progress(step, len(self._entrants), self.seconds_left))
+
+    def _report(self) -> None:
+        contest = self._contests[-1]
+        self.failed.update(contest.race.failed)
+        leader = contest.leader
+        text = ""
+        if leader is not None:
+            text = f"{leader}: {contest.verdict(leader).text}"
+        self._watch(Progress(self._step, len(contest.live), self.seconds_left, text))
+
+    # Loading
+
+    def _load(
+        self, engine: Engine, kinds: Sequence[Drafting], windows: Sequence[int | str]
+    ) -> list[Entrant]:
+        """Standard decoding with an engine, and each draft with each window that it can fill.
+
+        What cannot be loaded is noted in `failed`.
+        """
+        with _threads(engine):
+            try:
+                standard = self._standard_entrant(engine)
+            except FAILURES as error:
+                self.unavailable[engine.name] = one_line(error)
+                return []
+            entrants = [standard]
+            for kind in kinds:
+                try:
+                    entrants += self._drafted_entrants(standard, kind, windows)
+                except FAILURES as error:
+                    self.failed[f"{kind.name}, in {engine.name}"] = one_line(error)
+        return entrants
+
+    def _standard_entrant(self, engine: Engine) -> Entrant:
+        """Standard decoding with an engine."""
+        way = Way(engine)
+        if way.name not in self._entrants:
+            target, _ = self._decoder(engine).ready()
+            case = Case(
+                method=STANDARD,
+                target=target,
+                config=self.config,
+                prompts=self._prompts,
+                draft=None if engine == self.engines[0] else f"in {engine.name}",
+                batch_size=self._batch_size,
+            )
+            self._entrants[way.name] = Entrant(way, case)
+        return self._entrants[way.name]
+
+    def _drafted_entrants(
+        self, standard: Entrant, kind: Drafting, windows: Sequence[int | str]
+    ) -> list[Entrant]:
+        """A draft with each window that it can fill."""
+        engine = standard.way.engine
+        drafter = self._drafter(engine, kind)
+        fixed_windows = [window for window in windows if isinstance(window, int)]
+        adaptive_windows = [window for window in windows if isinstance(window, str)]
+        if fixed_windows and adaptive_windows and not self.seconds_left:
+            # Their costs take seconds to measure, minutes for a large target.
+            adaptive_windows = []
+            self.unavailable[f"{kind.name}, auto draft tokens"] = NO_TIME
+        entrants = []
+        for window in [*windows_of(drafter.max_draft_tokens, fixed_windows), *adaptive_windows]:
+            way = Way(engine, kind, window)
+            if way.name not in self._entrants:
+                if window == "auto":
+                    self._say(f"measuring what the calls of {kind.name} cost")
+                case = replace(
+                    standard.case,
+                    method=SPECULATIVE,
+                    drafter=drafter,
+                    draft=kind.name if len(self.engines) == 1 else f"{kind.name}, {engine.name}",
+                    config=self.config.changed(num_draft_tokens=window),
+                )
+                self._entrants[way.name] = Entrant(way, case.prepared())
+            entrants.append(self._entrants[way.name])
+        return entrants
+
+    def _drafter(self, engine: Engine, kind: Drafting) -> Drafter:
+        """A draft in the form that drafts for the target in an engine."""
+        key = (engine, kind.name)
+        if key not in self._drafters:
+            self._say(f"loading {kind.name}")
+            decoder = self._decoder(engine)
+            source = Way(engine, kind).source(self.source)
+            drafter = load_pair(source, target=decoder.target).drafter
+            _, self._drafters[key] = decoder.with_drafter(drafter).ready()
+        return self._drafters[key]
+
+    def _decoder(self, engine: Engine) -> SpeculativeDecoder:
+        """A decoder of the target in an engine, loaded at the first use."""
+        key = _loading_key(engine)
+        if key == _loading_key(self.engines[0]):
+            return self.decoder
+        if key not in self._decoders:
+            source = Way(engine).source(self.source).changed(**_TARGET_ALONE)
+            self._decoders[key] = SpeculativeDecoder.load(source)
+        return self._decoders[key]
+
+    # Results
+
+    def standing(self) -> Standing:
+        """What is known so far."""
+        measured = [
+            entrant
+            for entrant in self._entrants.values()
+            if entrant is not self._standard and entrant.pieces
+        ]
+        comparisons = {entrant.way: self._comparison(entrant) for entrant in measured}
+        winner = self._winner(comparisons)
+        if winner is None:
+            return Standing(
+                None, judge(None, 0), comparisons=tuple(comparisons.values()), failed=self.failed
+            )
+
+        level = level_among(len(self._entrants) - 1)
+        speedup = comparisons[winner].speedup(level)
+        verdict = judge(speedup, comparisons[winner].num_pairs, level=level)
+        names = self._contests[-1].equals(winner.name)
+        equals = tuple(
+            self._entrants[name].way
+            for name in names
+            if self._is_right(comparisons.get(self._entrants[name].way))
+        )
+        remarks = {}
+        for way, comparison in comparisons.items():
+            remark = ""
+            if verdict.kind == "faster" and way == winner:
+                remark = "<- best"
+            elif verdict.kind == "faster" and way in equals:
+                remark = "<- may be as fast"
+            elif any(way.name in contest.slower for contest in self._contests):
+                remark = "dropped: proven slower"
+            elif any(way.name in contest.set_aside for contest in self._contests):
+                remark = "set aside"
+            remarks[comparison.case.cell] = remark
+        return Standing(winner, verdict, equals, tuple(comparisons.values()), remarks, self.failed)
+
+    def _winner(self, comparisons: Mapping[Way, Comparison]) -> Way | None:
+        """The leader of the newest contest, or the next one if its tokens are wrong."""
+        for contest in reversed(self._contests):
+            leader = contest.leader
+            if leader is None:
+                continue
+            for name in [leader, *contest.equals(leader), *contest.slower]:
+                way = self._entrants[name].way
+                if self._is_right(comparisons.get(way)):
+                    return way
+        return None
+
+    def _is_right(self, comparison: Comparison | None) -> bool:
+        """Whether a way was measured and its tokens are standard decoding's, up to rounding."""
+        if comparison is None or comparison.error is not None:
+            return False
+        return self.allows_rounding or comparison.same_tokens is not False
+
+    @property
+    def allows_rounding(self) -> bool:
+        """Whether the target's dtype is so coarse that near-ties may resolve differently."""
+        return dtype_of(self.decoder.target) in (torch.bfloat16, torch.float16)
+
+    def _comparison(self, entrant: Entrant) -> Comparison:
+        """The figures of a way, beside those of standard decoding on the first engine."""
+        assert self._standard is not None
+        results = []
+        standard_results = []
+        for race in entrant.races:
+            results += race.tapes[entrant.way.name].results()
+            standard_results += race.tapes[self._standard.way.name].results()
+        row = entrant.case.measured(0, merge_results(results), pieces=entrant.pieces)
+        row = replace(row, same_tokens=self._same_tokens(entrant))
+        standard_row = self._standard.case.measured(0, merge_results(standard_results))
+        return Comparison(row, (row,), (standard_row,), self.failed.get(entrant.way.name))
+
+    def _same_tokens(self, entrant: Entrant) -> bool | None:
+        """Whether a way generated the tokens of standard decoding on the same engine.
+
+        None if they may differ, or if that did not run beside it.
+        """
+        if not entrant.case.keeps_tokens:
+            return None
+        standard_name = Way(entrant.way.engine).name
+        checks = []
+        for race in entrant.races:
+            if standard_name in race.tapes:
+                checks.append(race.same_tokens(entrant.way.name, standard_name))
+        return all(checks) if checks else None
+
+
+def _engines_left(
+    contest: Tournament, entrants_by_engine: Mapping[Engine, Sequence[Entrant]]
+) -> list[Engine]:
+    """The engines that no other one beats in all of their ways."""
+    left = []
+    for engine, entrants in entrants_by_engine.items():
+        is_beaten = False
+        for other_engine, other_entrants in entrants_by_engine.items():
+            if other_engine == engine:
+                continue
+            pairs = zip(entrants, other_entrants, strict=False)
+            comparisons = [contest.is_slower(way.way.name, other.way.name) for way, other in pairs]
+            is_beaten = is_beaten or all(comparisons)
+        if not is_beaten:
+            left.append(engine)
+    return left
+
+
+def _loading_key(engine: Engine) -> tuple[Any, ...]:
+    """What a target is loaded anew for. torch sets the number of threads at any time; OpenVINO
+    compiles for one."""
+    if engine.backend == "torch":
+        return (engine.backend, engine.quantization)
+    return (engine.backend, engine.quantization, engine.num_threads)
+
+
+@contextmanager
+def _threads(engine: Engine) -> Iterator[None]:
+    """Use an engine's number of threads inside the block."""
+    previous_threads = torch.get_num_threads()
+    if engine.num_threads is not None:
+        torch.set_num_threads(engine.num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous_threads)

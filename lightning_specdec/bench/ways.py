@@ -1,0 +1,335 @@
+"""What a sweep tries: engines that compute the target, and drafts that belong to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_specdec.bench.candidates import exits
+from lightning_specdec.checkpoints import runs
+from lightning_specdec.checkpoints.checkpoint import is_draft_for
+from lightning_specdec.config.kinds import DRAFTERS, Choice
+from lightning_specdec.config.models import MOST_SMALL, PairSource
+from lightning_specdec.config.pairs import shipped_directory
+from lightning_specdec.decoder import SpeculativeDecoder
+from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, NGramWithFallback
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.loading import check_openvino
+from lightning_specdec.models.packed import SMALL_MODEL, check_quantization
+
+log = logging.getLogger(__name__)
+
+LOOKUP = Choice("NGramDrafter")
+LOOKUP_FIRST = Choice("NGramWithFallback")
+LOOKUP_NAME = "prompt lookup"
+_BACKEND_NAMES = {"torch": "torch", "openvino": "OpenVINO"}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What computes the target.
+
+    Args:
+        backend: "torch" or "openvino".
+        num_threads: CPU threads; None on a GPU.
+        quantization: of the weights; None as they are stored.
+    """
+
+    backend: str
+    num_threads: int | None
+    quantization: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The engine in a few words, without what is the same for all."""
+        words = [_BACKEND_NAMES[self.backend]]
+        if self.quantization is not None:
+            words.append(f"{self.quantization} weights")
+        if self.num_threads is not None:
+            plural = "" if self.num_threads == 1 else "s"
+            words.append(f"{self.num_threads} thread{plural}")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """One kind of draft.
+
+    Args:
+        name: what tables call it.
+        fields: fields of a `PairSource` that load it: `draft`, `drafter`, `draft_dtype`, ...
+    """
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to decode that a user can choose.
+
+    Args:
+        drafting: None for standard decoding.
+        num_draft_tokens: per round; None for standard decoding.
+    """
+
+    engine: Engine
+    drafting: Drafting | None = None
+    num_draft_tokens: int | str | None = None
+
+    @property
+    def name(self) -> str:
+        """The way in a few words."""
+        if self.drafting is None:
+            return f"standard decoding in {self.engine.name}"
+        return f"{self.draft_name}, in {self.engine.name}"
+
+    @property
+    def draft_name(self) -> str:
+        """The draft with its window, without the engine."""
+        if self.drafting is None:
+            return "standard decoding"
+        return f"{self.drafting.name}, {self.num_draft_tokens} draft tokens"
+
+    def source(self, source: PairSource) -> PairSource:
+        """What loads it.
+
+        Args:
+            source: the target, and settings that all ways share.
+        """
+        fields: dict[str, Any] = {"backend": self.engine.backend}
+        if self.engine.quantization is not None:
+            fields["quantization"] = self.engine.quantization
+        if self.drafting is not None:
+            fields.update(self.drafting.fields)
+        return source.changed(**fields)
+
+
+def engines(
+    target: LanguageModel,
+    source: PairSource,
+    *,
+    num_threads: int | None = None,
+    any_quantization: bool = False,
+) -> list[Engine]:
+    """The engines that can compute a target here. The first one is the default.
+
+    Args:
+        target: as `source` loads it with torch.
+        source: names the target; a backend other than "auto" is the only one.
+        num_threads: the only number of CPU threads; if None, several are tried.
+        any_quantization: whether to try int8 weights too, which make it another model.
+    """
+    if target.device.type != "cpu":
+        return [Engine("torch", None, source.quantization)]
+
+    backends = [source.backend]
+    if source.backend == "auto":
+        backends = ["torch"]
+        if _can_use_openvino(target, source):
+            backends.append("openvino")
+    quantizations = [source.quantization]
+    if any_quantization and source.quantization is None and _can_quantize(target):
+        quantizations.append("int8")
+
+    thread_counts = [num_threads] if num_threads else _thread_counts(target)
+    all_engines = []
+    # Backends differ most, so they are tried before other numbers of threads.
+    for quantization in quantizations:
+        for count in thread_counts:
+            for backend in backends:
+                all_engines.append(Engine(backend, count, quantization))
+    return all_engines
+
+
+def _thread_counts(target: LanguageModel) -> list[int]:
+    """Numbers of CPU threads to try, torch's present number first."""
+    default = torch.get_num_threads()
+    if target.num_parameters < SMALL_MODEL:
+        return [default]
+    num_cores = len(os.sched_getaffinity(0))
+    return list(dict.fromkeys([default, num_cores, 1]))
+
+
+def _can_use_openvino(target: LanguageModel, source: PairSource) -> bool:
+    takes_apart = getattr(target, "takes_apart", False)
+    if not takes_apart or target.num_parameters <= MOST_SMALL:
+        return False
+    try:
+        check_openvino(source.device)
+    except ValueError:
+        return False
+    return True
+
+
+def _can_quantize(target: LanguageModel) -> bool:
+    if not hasattr(target, "model"):
+        return False
+    try:
+        check_quantization("int8", target.device)
+    except ValueError as error:
+        log.warning("int8 weights are not tried: %s", error)
+        return False
+    return True
+
+
+def draftings(
+    decoder: SpeculativeDecoder, source: PairSource, drafts: Sequence[str] = ()
+) -> list[Drafting]:
+    """The drafts to try with a target: each alone, and after prompt lookup.
+
+    Without a choice of the user these are prompt lookup, the drafts of a checkpoint, and draft
+    files that belong to the target: beside it, among runs, and among those that ship.
+
+    Args:
+        decoder: has the target, and a checkpoint's drafts.
+        source: what loaded it.
+        drafts: drafts to try instead of those that are found: names among the drafts of a
+            checkpoint; or files, directories of runs, heads or models, and names on the Hub.
+    """
+    if source.drafter is not None:
+        return _chosen_draftings(source, drafts)
+    if source.ckpt is not None:
+        return [Drafting(LOOKUP_NAME, {"drafter": LOOKUP}), *_checkpoint_draftings(decoder, drafts)]
+
+    lookup = Drafting(LOOKUP_NAME, {"drafter": LOOKUP, "draft": None, **_NO_DRAFT_MODEL})
+    if source.draft_quantization is not None and source.draft is None and not drafts:
+        # Without a draft model, a quantized copy of the target drafts.
+        return [lookup, *_both_ways(f"{source.draft_quantization} copy", {})]
+
+    sources = [draft_source(draft) for draft in drafts]
+    if source.draft is not None:
+        # A pair's own draft.
+        sources.insert(0, source.draft)
+    if not drafts:
+        sources += [str(path) for path in matching_drafts(decoder.target, sources)]
+    found = [lookup]
+    for draft in sources:
+        found += _both_ways(_short_name(draft), {"draft": draft})
+    return found
+
+
+_NO_DRAFT_MODEL = {"draft_quantization": None, "draft_dtype": None, "draft_revision": None}
+"""Fields of a source that apply to a draft model only."""
+
+
+def draft_source(draft: str) -> str:
+    """A draft as decoding loads it: for a directory of runs, the best checkpoint of the newest."""
+    path = Path(draft).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        return str(runs.find(path))
+    return draft
+
+
+def _both_ways(name: str, fields: Mapping[str, Any]) -> list[Drafting]:
+    return [
+        Drafting(name, fields),
+        Drafting(f"{LOOKUP_NAME}, then {name}", {**fields, "drafter": LOOKUP_FIRST}),
+    ]
+
+
+def _short_name(draft: str) -> str:
+    """A draft's name in tables: that of its file, of the directory of its run, or of a model."""
+    path = Path(draft)
+    if path.suffix == ".ckpt":
+        directory = path.parent
+        return directory.parent.name if directory.name.startswith("version_") else directory.name
+    return path.stem if path.suffix == ".safetensors" else path.name
+
+
+def _chosen_draftings(source: PairSource, drafts: Sequence[str]) -> list[Drafting]:
+    """The drafter that the user named, with each of the drafts."""
+    if not drafts:
+        return [Drafting(source.drafter.label)]
+    names = drafts if source.ckpt is not None else [draft_source(draft) for draft in drafts]
+    return [
+        Drafting(f"{source.drafter.label} with {_short_name(draft)}", {"draft": draft})
+        for draft in names
+    ]
+
+
+def _checkpoint_draftings(decoder: SpeculativeDecoder, names: Sequence[str]) -> Iterable[Drafting]:
+    """The drafts of a checkpoint, and the exits of those that exit early."""
+    known = decoder.drafts or {None: decoder.drafter}
+    for name in names:
+        if name not in known:
+            choices = ", ".join(decoder.drafts)
+            if not choices:
+                kind = DRAFTERS.name_of(type(decoder.drafter))
+                choices = f"one {kind}, which has no name"
+            raise ValueError(f"there is no draft {name!r} to choose: there is {choices}")
+
+    for name in names or known:
+        drafter = known[name]
+        label = name or DRAFTERS.name_of(type(drafter))
+        fields = {} if name is None else {"draft": name}
+        if isinstance(drafter, EarlyExitDrafter):
+            for exit_layer in exits(decoder.target, drafter):
+                choice = Choice("EarlyExitDrafter", {"exit_layer": exit_layer})
+                prefix = "" if name is None else f"{name}, "
+                yield Drafting(f"{prefix}exit {exit_layer}", {**fields, "drafter": choice})
+            label = f"{label}, exit {drafter.exit_layer}"
+            yield Drafting(f"{LOOKUP_NAME}, then {label}", {**fields, "drafter": LOOKUP_FIRST})
+        elif isinstance(drafter, NGramDrafter | NGramWithFallback):
+            yield Drafting(label, fields)
+        else:
+            yield from _both_ways(label, fields)
+
+
+def matching_drafts(target: LanguageModel, known: Sequence[str] = ()) -> list[Path]:
+    """Draft files that were trained for a target, by the sha256 of its weights.
+
+    They are looked for beside the target, in the current directory's `checkpoints`, the newest
+    runs there included, and among those that ship.
+
+    Args:
+        known: drafts that need not be found.
+    """
+    if target.origin is None:
+        return []
+    directory = Path(target.origin.path)
+    shipped = shipped_directory().parents[1] / "checkpoints"
+    paths: list[Path] = []
+    for place in (directory, directory.parent, Path("checkpoints"), shipped):
+        paths += sorted(place.glob("*.safetensors"))
+    for run_directory in sorted(Path("checkpoints").glob("*/version_*")):
+        paths += _newest_checkpoint(run_directory.parent)
+
+    # The same file may be found in several places.
+    seen = {Path(draft).expanduser().resolve() for draft in known}
+    found = []
+    for path in paths:
+        if path.resolve() not in seen and is_draft_for(path, target.origin):
+            found.append(_from_here(path))
+        seen.add(path.resolve())
+    return found
+
+
+def _newest_checkpoint(directory: Path) -> list[Path]:
+    try:
+        return [runs.find(directory)]
+    except OSError:
+        return []
+
+
+def _from_here(path: Path) -> Path:
+    """A path as short as it can be given in the current directory."""
+    try:
+        return path.resolve().relative_to(Path.cwd())
+    except ValueError:
+        return path
+
+
+def ways(engine: Engine, kinds: Iterable[Drafting], windows: Sequence[int | str]) -> list[Way]:
+    """Standard decoding in an engine, and each kind of draft with each window."""
+    result = [Way(engine)]
+    for kind in kinds:
+        for window in windows:
+            result.append(Way(engine, kind, window))
+    return result

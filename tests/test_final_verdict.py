@@ -1,0 +1,78 @@
+"""Laws of the end of a run: the verdict is that of decoding, in the words of every other verb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_records import cells_of, timed
+from test_decode_callback import data, fit
+from training_fixtures import TrainedRun
+from training_fixtures import shipped_run as shipped_run
+
+from lightning_specdec.bench.records import Comparison
+from lightning_specdec.bench.verdict import draft_verdict
+from lightning_specdec.training.final_verdict import final_verdict, next_command
+
+
+def comparison_of(standard_seconds: list[float], seconds: list[float]) -> Comparison:
+    """48 tokens of each prompt, four in each round."""
+    _, comparison = cells_of([timed(standard_seconds, "standard"), timed(seconds)])
+    return comparison
+
+
+def test_a_draft_pays_only_if_its_interval_says_so() -> None:
+    faster = comparison_of([2.0, 2.1, 2.0], [1.0, 1.0, 1.0])
+    assert faster.verdict.kind == "faster"
+    assert draft_verdict(faster) == f"pays: {faster.verdict.text} with ngram, 4 draft tokens"
+
+
+def test_what_a_draft_lacks_is_its_acceptance_length_over_its_speedup() -> None:
+    """A round of four tokens takes as long as eight tokens: eight would break even."""
+    slower = comparison_of([1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
+    assert slower.needed_block_efficiency == pytest.approx(8.0)
+    assert draft_verdict(slower) == (
+        f"does not pay yet: {slower.verdict.text}: acceptance length 4.00, it needs 8.0 here"
+    )
+
+
+def test_without_a_proof_nothing_is_claimed() -> None:
+    noisy = comparison_of([1.0, 4.0, 1.0], [1.0, 1.0, 4.0])
+    assert noisy.verdict.kind == "too noisy"
+    assert draft_verdict(noisy).startswith("not proven to pay: too noisy to tell: ")
+
+
+def test_a_run_ends_with_the_verdict_of_decoding(tmp_path: Path) -> None:
+    trainer, module = fit(tmp_path)
+    verdict = final_verdict(module, data(), trainer.callbacks)  # type: ignore[attr-defined]
+    assert verdict.startswith(("pays: ", "does not pay yet: ", "not proven to pay: "))
+
+
+def test_a_draft_that_predicts_nothing_points_to_the_training_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, module = fit(tmp_path)
+    monkeypatch.setattr(Comparison, "acceptance_rate", 0.0)
+    assert "was the training text written by this target?" in final_verdict(module, data())
+
+
+def test_the_next_command_names_the_run(tmp_path: Path) -> None:
+    _, module = fit(tmp_path)
+    assert next_command(module, "checkpoints/mine") == (
+        "lightning_specdec sweep --ckpt checkpoints/mine"
+    )
+
+    class Origin:
+        source = "./llama"
+
+    origin: Any = Origin()
+    module.target.origin = origin
+    assert next_command(module, "checkpoints/mine") == (
+        "lightning_specdec sweep --target ./llama --draft checkpoints/mine"
+    )
+
+
+def test_fit_prints_the_verdict_and_the_next_command(shipped_run: TrainedRun) -> None:
+    assert "\nverdict: " in shipped_run.output
+    assert "\nnext: lightning_specdec sweep --ckpt checkpoints/rnn\n" in shipped_run.output
