@@ -10,20 +10,21 @@ RUNS := rnn transformer draft_sizes early_exit medusa staged text
 .PHONY: help setup dev demo test test-real test-engines test-oldest wheel-test lint bench bench-transformers peers tables docs checkpoints smollm2 clean
 
 help:
-	@echo "make setup        create $(VENV) and install the project"
-	@echo "make demo         train a small pair, decode with it and with a pretrained one (two minutes after installation)"
-	@echo "make test         lint, types and every test"
-	@echo "make test-real    the tests on a real model (minutes; make smollm2 first)"
-	@echo "make test-engines  vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
-	@echo "make test-oldest  the tests on the oldest torch, lightning and transformers that pyproject.toml allows"
-	@echo "make wheel-test   build a wheel, install it into an empty environment, then fit, decode and bench there"
-	@echo "make smollm2      write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
-	@echo "make bench        measure the recurrent pair; make bench-transformers: the small transformers"
-	@echo "make peers        compare this package with other engines on a CPU, PROMPTS=Spec-Bench's question.jsonl (hours)"
-	@echo "make tables       write the tables of README.md and docs/ from docs/results"
-	@echo "make docs         write the documentation to site/, and draw its pictures"
-	@echo "make checkpoints  train the shipped checkpoints again (most of an hour)"
-	@echo "make clean        remove $(VENV) and what runs have written"
+	@echo "make setup               create $(VENV) and install the project"
+	@echo "make demo                train a small pair, decode with it and with one that ships (two minutes after installing)"
+	@echo "make test                lint, types and every test"
+	@echo "make test-real           the tests on a real model (minutes; make smollm2 first)"
+	@echo "make test-engines        vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
+	@echo "make test-oldest         the tests on the oldest torch, lightning and transformers that pyproject.toml admits"
+	@echo "make wheel-test          build a wheel, install it into an empty environment, then fit, decode and bench there"
+	@echo "make smollm2             write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
+	@echo "make bench               measure the recurrent pair; results/rnn keeps the results"
+	@echo "make bench-transformers  measure the small transformers"
+	@echo "make peers               this package beside other engines on a CPU, PROMPTS=Spec-Bench's question.jsonl (hours)"
+	@echo "make tables              write the tables of README.md and docs/ again from docs/results"
+	@echo "make docs                write the documentation to site/, with its pictures drawn again"
+	@echo "make checkpoints         train the checkpoints that ship again (most of an hour)"
+	@echo "make clean               remove $(VENV) and what runs have written"
 
 setup: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -46,7 +47,7 @@ demo: setup
 	@echo; echo "The new pair. Its calls take a tenth of a millisecond, so a draft saves little:"
 	$(RUN) decode --ckpt checkpoints/rnn
 	@echo; echo "A pretrained transformer with four Medusa heads. Here a draft pays:"
-	$(RUN) decode checkpoints/medusa.safetensors --max_new_tokens 40 --threads 1 -q
+	$(RUN) decode checkpoints/medusa.safetensors --max_new_tokens 40 --threads 1 | head -n 1
 	@echo; echo "Next, a language model (a download of 98 MB):"; echo "  make smollm2"
 
 test: lint
@@ -136,10 +137,10 @@ docs: setup
 
 checkpoints: setup
 	$(RUN) fit --config configs/rnn.yaml
-	$(RUN) export --ckpt checkpoints/rnn --output checkpoints/rnn.safetensors
+	$(RUN) export checkpoints/rnn --output checkpoints/rnn.safetensors --overwrite
 	for run in early_exit:int8 medusa:float16 text:float16; do \
 		$(RUN) fit --config configs/$${run%:*}.yaml && \
-		$(RUN) export --ckpt checkpoints/$${run%:*} --output checkpoints/$${run%:*}.safetensors --dtype $${run#*:} || exit; \
+		$(RUN) export checkpoints/$${run%:*} --output checkpoints/$${run%:*}.safetensors --overwrite --dtype $${run#*:} || exit; \
 	done
 
 smollm2: checkpoints/smollm2/config.json

@@ -20,7 +20,8 @@ from lightning_specdec.checkpoints.loading import wrap_model
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, Choice
-from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.models import PRETRAINED_ONLY, PairSource
+from lightning_specdec.config.settings import accepts_fields
 from lightning_specdec.decoding import (
     AdaptiveWindow,
     DecodeResult,
@@ -56,9 +57,11 @@ log = logging.getLogger(__name__)
 TextPrompts = Prompts | str | Sequence[str]
 """Prompts as tokens or as text."""
 Config = DecodingConfig | None
+"""How to decode; None for the defaults."""
 WindowChoice = int | str | Window
 """Draft tokens per round: a number, "auto" for the fastest on this machine, or a `Window`."""
 AnyDrafter = Drafter | LanguageModel | torch.nn.Module | str | Mapping[str, Any] | None
+"""A drafter, a draft model, the name of a drafter class, or a name with its settings."""
 
 
 @dataclass(frozen=True)
@@ -191,18 +194,37 @@ class SpeculativeDecoder:
         )
 
     @classmethod
-    def from_checkpoint(cls, path: str | os.PathLike[str], **options: Any) -> SpeculativeDecoder:
+    @accepts_fields(PairSource, skip=("ckpt", "pair", *PRETRAINED_ONLY))
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        num_draft_tokens: WindowChoice | None = None,
+        pack: bool = True,
+        **options: Any,
+    ) -> SpeculativeDecoder:
         """Load the pair of a checkpoint (`.safetensors`) that `fit`, `export` or `save` wrote.
 
         Args:
-            options: arguments of `load`, and fields of `PairSource`: `device`, `dtype`, `draft`
-                (the name of one of its drafts), `drafter` (a name or import path), `target` (the
-                directory of a target outside the file).
+            num_draft_tokens: as of `load`, like `pack`.
+            options: fields of `PairSource`: `device`, `dtype`, `draft` (the name of one of its
+                drafts), `drafter` (a name or import path), `target` (the directory of a target
+                outside the file).
         """
-        return cls._from_options(ckpt=os.fspath(path), **options)
+        source = _source(ckpt=os.fspath(path), **options)
+        return cls.load(source, num_draft_tokens=num_draft_tokens, pack=pack)
 
     @classmethod
-    def from_pretrained(cls, target: Any, draft: Any = None, **options: Any) -> SpeculativeDecoder:
+    @accepts_fields(PairSource, skip=("ckpt", "pair", "target", "draft"))
+    def from_pretrained(
+        cls,
+        target: Any,
+        draft: Any = None,
+        *,
+        num_draft_tokens: WindowChoice | None = None,
+        pack: bool = True,
+        **options: Any,
+    ) -> SpeculativeDecoder:
         """Load a pretrained model of transformers with a draft model, a draft file or lookup.
 
         Args:
@@ -210,33 +232,32 @@ class SpeculativeDecoder:
                 transformers).
             draft: a draft model, named the same way; a draft file (`.safetensors`); or a `Drafter`.
                 None selects prompt lookup.
-            options: arguments of `load`, and fields of `PairSource`, such as `device`, `dtype` and
-                `drafter`.
+            num_draft_tokens: as of `load`, like `pack`.
+            options: fields of `PairSource`, such as `device`, `dtype` and `drafter`.
         """
-        return cls._from_options(target=target, draft=draft, **options)
+        source = _source(target=target, draft=draft, **options)
+        return cls.load(source, num_draft_tokens=num_draft_tokens, pack=pack)
 
     @classmethod
-    def from_pair(cls, name: str, draft: Any = None, **options: Any) -> SpeculativeDecoder:
+    @accepts_fields(PairSource, skip=("ckpt", "pair", "draft"))
+    def from_pair(
+        cls,
+        name: str,
+        draft: Any = None,
+        *,
+        num_draft_tokens: WindowChoice | None = None,
+        pack: bool = True,
+        **options: Any,
+    ) -> SpeculativeDecoder:
         """Load a pair of the registry, see `list_pairs`.
 
         Args:
             draft: replaces the pair's draft.
+            num_draft_tokens: as of `load`, like `pack`.
             options: replace the pair's settings; as of `from_pretrained`.
         """
-        return cls._from_options(pair=name, draft=draft, **options)
-
-    @classmethod
-    def _from_options(cls, **options: Any) -> SpeculativeDecoder:
-        load_options: dict[str, Any] = {}
-        source_options: dict[str, Any] = {}
-        for name, value in options.items():
-            if name in ("num_draft_tokens", "pack"):
-                load_options[name] = value
-            elif isinstance(value, torch.dtype | torch.device):
-                source_options[name] = str(value).removeprefix("torch.")
-            else:
-                source_options[name] = value
-        return cls.load(PairSource.from_dict(source_options), **load_options)
+        source = _source(pair=name, draft=draft, **options)
+        return cls.load(source, num_draft_tokens=num_draft_tokens, pack=pack)
 
     def with_drafter(self, drafter: AnyDrafter) -> SpeculativeDecoder:
         """A decoder of the same target and settings with another drafter.
@@ -766,6 +787,16 @@ class SpeculativeDecoder:
         if datamodule.tokenizer is not None:
             self.read_text(named_tokenizer(datamodule.tokenizer))
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _source(**options: Any) -> PairSource:
+    """The source with these fields, which may be a torch.dtype or a torch.device."""
+    plain_options: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, torch.dtype | torch.device):
+            value = str(value).removeprefix("torch.")
+        plain_options[name] = value
+    return PairSource.from_dict(plain_options)
 
 
 def _as_drafter(drafter: AnyDrafter, target: LanguageModel) -> Drafter:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, generation
 from transformers.generation import logits_process
 
+from lightning_specdec.config.kinds import described
+from lightning_specdec.config.terminal import one_line
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding import Request, Session
 from lightning_specdec.decoding.requests import check_padding
@@ -573,7 +575,24 @@ class _Request:
         is_stop_string = type(criterion) is generation.StopStringCriteria
         prompt = self.texts[row_index] if is_stop_string else self.columns[row_index]
         text = torch.tensor([prompt + self.new_tokens[row_index]], device=self.ids.device)
-        return bool(torch.as_tensor(criterion(text, None)).any())
+        name = getattr(criterion, "__qualname__", type(criterion).__qualname__)
+        try:
+            is_met = criterion(text, None)
+        except (AttributeError, TypeError) as error:
+            # None is all that a criterion gets for the scores.
+            if "NoneType" not in str(error):
+                raise
+            raise ValueError(
+                f"the stopping criterion {name} reads `scores`, which speculative decoding does "
+                f"not keep ({one_line(error)}): use the tokens, or transformers"
+            ) from error
+        try:
+            return bool(torch.as_tensor(is_met).any())
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"the stopping criterion {name} must return a boolean or a tensor of them, "
+                f"got {described(is_met)}"
+            ) from error
 
     def _stream(self, streamer: Any) -> None:
         """Pass the streamer each column of tokens that every row has reached."""
@@ -671,10 +690,7 @@ def _changed_fields(config: GenerationConfig) -> list[str]:
         **dict.fromkeys(vars(GenerationConfig())),
         **GenerationConfig._get_default_generation_params(),
     }
-    names = defaults.keys() - _SUPPORTED_FIELDS - _EXTRA_OUTPUTS
-    if config.return_dict_in_generate:
-        # Without this setting, transformers does not return them either.
-        names |= _EXTRA_OUTPUTS
+    names = defaults.keys() - _SUPPORTED_FIELDS
 
     changed_fields: list[str] = []
     for name in sorted(names):

@@ -94,7 +94,7 @@ def test_the_outcome_is_measured_once_and_kept(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "lightning_specdec")
+    caplog.set_level(logging.DEBUG, "lightning_specdec.models.agreement")
     model = HuggingFaceLM(tiny("llama"))
     first = agreement_of(model)
     assert first is not None and first.holds

@@ -190,9 +190,14 @@ def test_an_export_replaces_nothing_but_an_earlier_export(ckpt: str, here: None)
     Path("README.md").write_text("read me")
     export = ("export", "--ckpt", "trained.ckpt", "--output")
     for path in ("trained.ckpt", "link.ckpt", "README.md", "/dev/null"):
-        refused(*export, path, message="choose another")
+        refused(*export, path, "--overwrite", message="choose another")
     refused(*export, "README.md/new.ckpt", message="README.md")
 
     succeed(*export, "new.ckpt")
-    succeed(*export, "new.ckpt")
-    succeed("export", "--ckpt", "new.ckpt", "--output", "new.ckpt", "--dtype", "bfloat16")
+    refused(*export, "new.ckpt", message="or replace it with --overwrite")
+    succeed(*export, "new.ckpt", "--overwrite")
+    again = ("export", "new.ckpt", "--output", "new.ckpt", "--dtype", "bfloat16")
+    succeed(*again, "--overwrite")
+
+    assert succeed(*export, "small").out.startswith("small.safetensors: ")
+    refused(*export, "small", message="small.safetensors exists")

@@ -164,9 +164,38 @@ def test_what_cannot_chat_is_refused_in_one_line(model: str, here: None) -> None
     chat = ("chat", "--target", model)
     refused(*chat, "--num_draft_tokens", "some", message="num_draft_tokens")
     refused(*chat, "--stop", "", stdin="a\n", message="stop string is empty")
-    refused(*chat, stdin="the oak " * 600 + "\n", message="begin a new one")
-    for command in ("/clear", "/save chat.txt", "/reset now"):
-        refused(*chat, stdin=f"{command}\n", message=f"no command {command}: /reset starts")
 
-    path_question = succeed(*chat, "--max_new_tokens", "4", stdin="/usr/bin/ls?\n")
+
+def test_a_line_that_is_too_long_does_not_end_a_piped_chat(model: str) -> None:
+    command = ("chat", "--target", model, "--max_new_tokens", str(NUM_NEW))
+    outcome = call(*command, stdin=f"{'the oak ' * 600}\n{TURNS[0]}\n")
+    assert outcome.code == 1, "something failed"
+    assert "tokens fill the chat's context of 512: shorten the question" in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert outcome.out == succeed(*command, stdin=f"{TURNS[0]}\n").out
+
+
+def test_ctrl_c_in_a_pipe_ends_the_line_of_the_answer(
+    decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(decoder.tokenizer, TextTokenizer)
+    conversation = Conversation(*decoder.ready(), decoder.config(max_new_tokens=NUM_NEW))
+    talker = Talk(decoder.tokenizer, conversation, interactive=False)
+    pipe = Impatient()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    with pytest.raises(KeyboardInterrupt):
+        talker.say(TURNS[0])
+    assert pipe.getvalue().endswith("\n")
+
+
+def test_an_unknown_command_is_named_and_a_path_is_text(model: str) -> None:
+    chat = ("chat", "--target", model, "--max_new_tokens", "4")
+    commands = ("/clear", "/save chat.txt", "/reset now")
+    outcome = call(*chat, stdin="".join(f"{command}\n" for command in commands))
+    assert outcome.code == 1
+    assert outcome.out == ""
+    for command, error in zip(commands, outcome.err.splitlines(), strict=True):
+        assert error.startswith(f"error: there is no command {command}: /reset starts")
+
+    path_question = succeed(*chat, stdin="/usr/bin/ls?\n")
     assert path_question.out, "a path is text, not a command"

@@ -139,7 +139,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
         ["--data", "ArithmeticProgressions", "--data.modulo", "true"],
         "data changed from QuadraticProgressions to ArithmeticProgressions",
     ),
-    "vocabulary": (["--data.vocab_size", "25"], "has networks of other shapes"),
+    "vocabulary": (["--data.vocab_size", "25"], "has networks of other sizes"),
     "network": (
         ["--model.target.model.rms_norm_eps", "0.1"],
         "target.arguments.model.rms_norm_eps changed from",

@@ -229,7 +229,7 @@ def test_a_lightning_module_of_ones_own_resumes_from_its_checkpoints_and_from_no
     torch.save({**content, "hyper_parameters": {"cwd": Path()}}, "object.ckpt")
     for name, message in (
         ("smaller", "of other weights"),
-        ("empty", "networks of other shapes"),
+        ("empty", "networks of other sizes"),
         ("object", "asks to run code"),
     ):
         with pytest.raises(AssertionError, match=message):

@@ -212,7 +212,7 @@ def test_a_fault_is_one_line_and_leaves_nothing(tmp_path: Path, target: str, cor
     faults: list[tuple[tuple[str, ...], str]] = [
         (
             ("--recipe", "eegle", "--target", target, "--text", text),
-            "there is no recipe 'eegle': give one of eagle",
+            "there is no recipe 'eegle': did you mean eagle?",
         ),
         (
             ("--recipe", "eagle", "--target", "nowhere", "--text", text),

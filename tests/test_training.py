@@ -61,6 +61,11 @@ def test_the_losses_fall_and_tensorboard_holds_every_promised_tag(events: EventA
     tags = events.Tags()
     expected_tags = {f"val/{rate}" for rate in RATES}
     expected_tags.update(("train/loss", "train/draft_loss", "train/target_loss", "train/epoch"))
+    expected_tags.add("train/learning_rate")
+    layout = events.PluginTagToContent("custom_scalars")
+    assert list(layout) == ["custom_scalars__config__"]
+    (chart_event,) = events.Tensors("custom_scalars__config__")
+    assert b"train/.*loss" in chart_event.tensor_proto.string_val[0]
     assert set(tags["scalars"]) == expected_tags
     assert set(tags["histograms"]) == {"val/accepted_per_round", "val/sampling_accepted_per_round"}
     histogram = events.Histograms("val/accepted_per_round")[-1].histogram_value
@@ -219,7 +224,7 @@ def test_a_bad_checkpoint_is_refused_before_anything_runs(
 
     best_path = str(shipped_run.best)
     other_networks = ("test", "--ckpt_path", best_path, "--data.vocab_size", "60")
-    with pytest.raises(ValueError, match="has networks of other shapes .*embedding"):
+    with pytest.raises(ValueError, match="has networks of other sizes .*embedding"):
         verb(monkeypatch, tmp_path, *other_networks, logger=True)
 
     resume = ("fit", "--ckpt_path", str(shipped_run.last))

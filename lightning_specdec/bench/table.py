@@ -6,12 +6,12 @@ import csv
 import html
 import io
 import textwrap
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_specdec.bench.records import SPECULATIVE, STANDARD, Comparison, seconds
 from lightning_specdec.bench.statistics import Interval
+from lightning_specdec.config.terminal import display_width, padded
 
 Column = tuple[str, Callable[[Comparison], str]]
 """A heading, and the function that writes a comparison's cell."""
@@ -157,25 +157,10 @@ def grid(
     for line in lines:
         cells = []
         for i, width in enumerate(widths):
-            padding = " " * (width - display_width(line[i]))
-            cells.append(line[i] + padding if i < num_text else padding + line[i])
+            cells.append(padded(line[i], width, to_right=i >= num_text))
         cells.append(line[-1])
         texts.append("  ".join(cells).rstrip())
     return "\n".join(texts)
-
-
-def display_width(text: str) -> int:
-    """Columns that a text takes in a terminal: Chinese, Japanese and Korean characters take two.
-
-    `wcwidth` handles more cases, such as emoji sequences, but is not a dependency.
-    """
-    width = 0
-    for character in text:
-        if unicodedata.combining(character):
-            continue
-        is_wide = unicodedata.east_asian_width(character) in ("W", "F")
-        width += 2 if is_wide else 1
-    return width
 
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_specdec.checkpoints import runs
 from lightning_specdec.config.checks import BUILTIN_ERRORS
 from lightning_specdec.config.files import replaced
-from lightning_specdec.config.settings import nearest
+from lightning_specdec.config.models import advice_on_path
 from lightning_specdec.config.terminal import short
 from lightning_specdec.models.safetensors_file import read_header
 
@@ -154,10 +154,9 @@ def read_any(path: str | os.PathLike[str]) -> Any:
 
 
 def _missing(path: Path) -> FileNotFoundError:
-    file_names: list[str] = []
-    if path.parent.is_dir():
-        file_names = [neighbor.name for neighbor in path.parent.glob("*")]
-    advice = nearest(path.name, file_names) or "; `lightning_specdec fit --config ...` writes one"
+    advice = advice_on_path(path)
+    if advice == ": check the path":
+        advice = ": check the path, or train one with `lightning_specdec fit --config ...`"
     return FileNotFoundError(f"{path}: no such checkpoint{advice}")
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_specdec.checkpoints import runs
 from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, is_draft_for, load
 from lightning_specdec.checkpoints.engine_heads import is_head, read_head
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.hub import is_gguf
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
-from lightning_specdec.config.models import MOST_SMALL, PairSource
+from lightning_specdec.config.models import MOST_SMALL, PairSource, check_draft, is_run
 from lightning_specdec.config.pairs import Pair, get_pair
 from lightning_specdec.drafters import (
     CrossVocabulary,
@@ -238,6 +239,8 @@ def _draft_request(source: PairSource, draft: Any) -> _ModelRequest | None:
         revision = source.revision
         adapter = adapter or source.adapter
 
+    if isinstance(draft, str):
+        check_draft(draft)
     if isinstance(draft, str) and not _is_trained_draft(draft):
         dtype = source.draft_dtype or source.dtype
         return _ModelRequest(draft, dtype, source.draft_quantization, revision, adapter)
@@ -250,11 +253,11 @@ def _draft_request(source: PairSource, draft: Any) -> _ModelRequest | None:
 
 
 def _is_trained_draft(name: str) -> bool:
-    """Whether a name is that of a draft file or of a directory with a head."""
+    """Whether a name is that of a draft file, a directory with a head, or one of runs."""
     path = Path(name).expanduser()
     if is_gguf(path):
         return False
-    return path.is_file() or is_head(path)
+    return path.is_file() or is_run(path) or is_head(path)
 
 
 @dataclass(frozen=True)
@@ -275,6 +278,8 @@ class _TrainedDraft:
 def _load_trained_draft(path: Path, source: PairSource, target: LanguageModel) -> _TrainedDraft:
     """Load a draft file or a directory with a head, for this target."""
     choice = source.drafter
+    if is_run(path):
+        path = runs.find(path)
     if path.is_file():
         trusted_class = None if choice is None else choice.name
         loaded = load(path, target=target, drafter=trusted_class)

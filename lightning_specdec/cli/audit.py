@@ -31,7 +31,7 @@ SUMMARY = "check that the output is the target's, for every draft, rule and samp
 EXAMPLES = """\
 lightning_specdec audit checkpoints/rnn.safetensors
 lightning_specdec audit --target ./llama --draft ./small-llama --temperatures 0 0.8
-Exit code 1 when something that should be lossless is not, or could not be checked."""
+The exit code is 1 if something that should be lossless is not, or could not be checked."""
 
 LEGEND = {
     "identity": "identity: compares whole outputs with those of standard decoding, token for token",
@@ -194,7 +194,8 @@ def report(auditor: Auditor, *, interrupted: bool) -> str:
     num_places = counted(auditor.num_places, "place")
     lines += [
         "",
-        f"{num_prompts}, window {auditor.window}, rounds at {num_places}, seed {auditor.seed}",
+        f"{num_prompts}, {counted(auditor.window, 'draft token')} per round, rounds at "
+        f"{num_places}, seed {auditor.seed}",
     ]
     return "\n".join(lines)
 
@@ -279,7 +280,7 @@ def _describe_identity(figures: dict[str, Any]) -> str:
 
 
 def _describe_round(figures: dict[str, Any]) -> str:
-    words = [f"error {figures['error']:.1e} of at most {figures['tolerance']:.1e}"]
+    words = [f"error {figures['error']:.1e} (allowed: {figures['tolerance']:.1e})"]
     if figures["control_error"] is not None:
         words.append(f"a biased rule has {figures['control_error']:.1e}")
     if figures["surprises"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import counted, log, progress
 from lightning_specdec.cli.options import Parser, UsageError, chosen
-from lightning_specdec.config.pairs import shipped_config
+from lightning_specdec.config.pairs import nearest_config, shipped_config
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_specdec.bench.records import Comparison
     from lightning_specdec.bench.results import Results
 
-SUMMARY = "measure a matrix of drafts, windows, prompts and settings, and keep the results"
+SUMMARY = "measure a matrix of drafts, prompts, and settings, and keep the results"
 EXAMPLES = """\
 lightning_specdec bench --config configs/bench/rnn.yaml
 lightning_specdec bench --config configs/bench/rnn.yaml --format markdown
@@ -80,7 +82,11 @@ def _read_configs(settings: BenchSettings) -> list[BenchConfig]:
     changes = {} if settings.name is None else {"name": settings.name}
     configs: dict[str, BenchConfig] = {}
     for path in settings.config:
-        config = read_config(shipped_config(path), **changes)
+        config_path = shipped_config(path)
+        if not Path(config_path).expanduser().exists():
+            reason = f"{os.strerror(errno.ENOENT)}{nearest_config(path)}"
+            raise FileNotFoundError(errno.ENOENT, reason, path)
+        config = read_config(config_path, **changes)
         if config.name in configs:
             raise ValueError(
                 f"two configs are called {config.name}: give each its own name, "
@@ -175,7 +181,9 @@ def _has_failures(results: Results) -> bool:
             counted(num_failed, "case"),
             directory,
         )
-    progress(f"kept in {directory}: `lightning_specdec report {directory}` summarizes the results")
+    log.info(
+        "kept in %s: `lightning_specdec report %s` summarizes the results", directory, directory
+    )
     if num_failed or results.manifest["failed_pairs"]:
         return True
 

@@ -27,9 +27,10 @@ from lightning_specdec.cli.options import (
     decoding,
     pair_source,
 )
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.settings import setting
-from lightning_specdec.config.terminal import say, short
+from lightning_specdec.config.terminal import one_line, say, short
 
 if TYPE_CHECKING:
     from lightning_specdec.decoder import SpeculativeDecoder
@@ -89,20 +90,24 @@ def run(options: Namespace) -> int:
     settings = chosen(options, ChatSettings)
     decoder.check_template(settings.chat_template_kwargs)
     chat = _Chat(decoder, tokenizer, config, settings, interactive=interactive)
+    num_errors = 0
+    chat.begin()
+    show_activity("")
     for line in _turns(interactive):
         if line in ("/quit", "/exit"):
             break
         try:
             note = chat.answer(line)
         except ValueError as error:
-            if not interactive:
-                raise
-            note = f"error: {error}"
+            # The chat goes on: the next line may fit.
+            num_errors += 1
+            _note(f"error: {one_line(error)}")
+            continue
         # Figures are for people: a pipe receives them only with -v.
         is_command = line in ("/help", "/reset")
         if note and (interactive or is_command or "verbose" in options):
             _note(note)
-    return 0
+    return 1 if num_errors and not interactive else 0
 
 
 class _Chat:
@@ -124,6 +129,14 @@ class _Chat:
         self.interactive = interactive
         self.talk: Talk | None = None
 
+    def begin(self) -> None:
+        """Begin a new chat.
+
+        Raises:
+            ValueError: a setting is wrong.
+        """
+        self.talk = self._new_talk()
+
     def answer(self, line: str) -> str:
         """Run a command or answer a question; returns a note for stderr.
 
@@ -135,14 +148,15 @@ class _Chat:
         if line == "/help":
             return COMMANDS
         if line == "/reset":
-            self.talk = None
+            self.begin()
             return "a new chat starts"
 
         # A path such as /etc/hosts is not a command.
         if re.fullmatch(r"/\w+", line.split()[0]):
             raise ValueError(f"there is no command {short(line, 40)}: {COMMANDS}")
         if self.talk is None:
-            self.talk = self._new_talk()
+            self.begin()
+        assert self.talk is not None
         return self.talk.say(line)
 
     def _new_talk(self) -> Talk:
@@ -206,14 +220,23 @@ class Talk:
             messages, chat_template_kwargs=self.chat_template_kwargs
         )
         row = self.conversation.begin(prompt)
+        show_activity("reading the question")
 
-        with self._interruptible():
-            while row.live:
-                for _, tokens in self.conversation.session.step():
-                    pieces.append(stream.push(tokens, hold=row.num_hidden))
-                    say(pieces[-1], end="", flush=True)
-                if self._is_interrupted:
-                    self.conversation.session.cancel(row)
+        try:
+            with self._interruptible():
+                while row.live:
+                    events = self.conversation.session.step()
+                    # From here on, the answer itself shows that something happens.
+                    show_activity("")
+                    for _, tokens in events:
+                        pieces.append(stream.push(tokens, hold=row.num_hidden))
+                        say(pieces[-1], end="", flush=True)
+                    if self._is_interrupted:
+                        self.conversation.session.cancel(row)
+        except KeyboardInterrupt:
+            # End the open line, so that the next output begins on its own.
+            say(flush=True)
+            raise
         pieces.append(stream.finish(drop=row.num_hidden))
         say(pieces[-1], flush=True)
 

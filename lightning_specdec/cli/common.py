@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,10 +16,11 @@ from lightning_specdec.cli.options import (
     pair_source,
     typed,
 )
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.config.settings import Settings
-from lightning_specdec.config.terminal import visible
+from lightning_specdec.config.terminal import say
 from lightning_specdec.text.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
@@ -48,23 +48,20 @@ OWN_PROMPTS = (
 BUSY_LOAD_PER_CORE = 1.25
 """System load per core above which other processes slow decoding down."""
 
-PROGRESS_SECONDS = 10.0
-"""Seconds of processor time between progress lines when not every step is reported."""
-_next_progress_time = PROGRESS_SECONDS
 
+class _MessageHandler(logging.Handler):
+    """Prints log records on stderr. Messages of mere information have no level before them."""
 
-class _VisibleFormatter(logging.Formatter):
-    """Makes control characters visible, because a message may quote foreign text."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno != logging.INFO:
+            text = f"{record.levelname}: {text}"
+        say(text, file=sys.stderr, flush=True)
 
 
 def set_up_logs(options: Namespace) -> None:
     """Show messages on stderr: all of them with -v, only errors with -q."""
-    _schedule_next_progress()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
+    handler = _MessageHandler()
     log.handlers = [handler]
     if "verbose" in options:
         log.setLevel(logging.DEBUG)
@@ -74,25 +71,14 @@ def set_up_logs(options: Namespace) -> None:
         log.setLevel(logging.INFO)
 
 
-def _schedule_next_progress() -> None:
-    global _next_progress_time
-    # Processor time, not wall time: it stops while other processes run.
-    _next_progress_time = time.process_time() + PROGRESS_SECONDS
-
-
 def progress(text: str, *, often: bool = False) -> None:
-    """Report a slow step.
+    """Report the beginning of a slow step; the reporter shows it while it lasts.
 
-    A terminal shows every step that is not `often`. Otherwise one step in `PROGRESS_SECONDS` is
-    shown, and all of them with -v.
+    A terminal keeps the text of every step that is not `often`, and -v prints all of them.
     """
-    is_due = time.process_time() >= _next_progress_time
-    if sys.stderr.isatty() and not often:
-        is_due = True
-    if is_due:
-        _schedule_next_progress()
-    level = logging.INFO if is_due else logging.DEBUG
-    log.log(level, "%s", text)
+    show_activity(text.removesuffix(" ..."))
+    is_kept = sys.stderr.isatty() and not often
+    log.log(logging.INFO if is_kept else logging.DEBUG, "%s", text)
 
 
 def counted(number: int, noun: str) -> str:

@@ -62,7 +62,12 @@ class DecodeSettings(OutputSettings):
 def add_arguments(parser: Parser) -> None:
     parser.add_models()
     parser.add_settings("Prompt", PromptSettings)
-    parser.add_decoding()
+    parser.add_decoding(
+        help={
+            "max_new_tokens": "generate at most this many tokens per prompt; default: 64, or "
+            f"{FEW_TOKENS} for a target without a tokenizer"
+        }
+    )
     parser.add_settings("Measure", MeasureSettings)
     parser.add_settings("Output", DecodeSettings)
 
@@ -94,19 +99,36 @@ def run(options: Namespace) -> int:
     config = decoder.config(config)
     if decoder.tokenizer is None and "max_new_tokens" not in options:
         config = config.changed(max_new_tokens=FEW_TOKENS)
+    if "quiet" in options and settings.output == "text":
+        # Only the text is wanted, so that nothing is compared or measured.
+        if "mode" not in options:
+            settings = settings.changed(mode="speculative")
+        measure = measure.changed(repeats=0)
     if settings.compile:
         progress("compiling ...")
         decoder.compile()
 
     outcome = _decode_and_measure(loaded, config, settings, measure)
+    progress("comparing the outputs", often=True)
     manifest = loaded.manifest(config, measure, settings)
     if settings.output == "json":
         say(json.dumps(_document(outcome, loaded, config, manifest)))
+    elif "quiet" in options:
+        say(_texts(outcome))
     else:
         say(_answer(outcome, decoder, config))
-        if "quiet" not in options:
-            say(f"\n{_details(outcome, loaded, options, manifest)}", has_colours=True)
+        say(f"\n{_details(outcome, loaded, options, manifest)}", has_colours=True)
     return _report_failures(outcome)
+
+
+def _texts(outcome: Outcome) -> str:
+    """The output for each prompt, as text or as tokens."""
+    result = outcome.results.get("speculative") or outcome.results["standard"]
+    texts = []
+    for row in result.rows:
+        tokens = " ".join(str(token) for token in row.tokens)
+        texts.append(tokens if row.text is None else row.text)
+    return "\n".join(texts)
 
 
 def _decode_and_measure(
@@ -260,6 +282,11 @@ def _details(outcome: Outcome, loaded: Loaded, options: Namespace, manifest: dic
             parts.append(details(outcome.comparison))
         batch_size = manifest["options"]["batch_size"]
         condition = f"{counted(len(loaded.prompts), 'prompt')}, batch size {batch_size}"
+        if loaded.decoder.tokenizer is None and "max_new_tokens" not in options:
+            condition += (
+                f", {FEW_TOKENS} new tokens each (the default without a tokenizer: "
+                "--max_new_tokens changes it)"
+            )
         dtype = getattr(target, "dtype", None)
         if dtype is not None:
             condition += f", {str(dtype).removeprefix('torch.')} in {target.backend}"

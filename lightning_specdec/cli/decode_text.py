@@ -11,7 +11,7 @@ from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import counted
-from lightning_specdec.config.terminal import short, visible
+from lightning_specdec.config.terminal import display_width, short, visible
 
 if TYPE_CHECKING:
     from lightning_specdec.decoding import DecodeResult, RowResult
@@ -135,8 +135,8 @@ def _block(text: str) -> str:
 def _overflows(line: str, word: str, width: int) -> bool:
     """Whether the word exceeds the width of a line that has words already."""
     is_empty = not line.strip()
-    visible_length = len(_COLOR_CODES.sub("", line + word))
-    return not is_empty and visible_length > width
+    shown = _COLOR_CODES.sub("", line + word)
+    return not is_empty and display_width(shown) > width
 
 
 def _styled(text: str, fate: str, color: bool) -> str:

@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_specdec.cli.common import OWN_PROMPTS, counted, progress
-from lightning_specdec.cli.options import Parser, UsageError, add_class, chosen, class_named
+from lightning_specdec.cli.options import (
+    Parser,
+    UsageError,
+    add_class,
+    chosen,
+    class_named,
+    use_shipped_files,
+)
 from lightning_specdec.config.hub import check_upload, upload
-from lightning_specdec.config.models import ENGINES, PairSource
+from lightning_specdec.config.models import ENGINES, FILE_SUFFIXES, PairSource
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
 
@@ -23,8 +30,8 @@ SUMMARY = (
     "transformers"
 )
 EXAMPLES = """\
-lightning_specdec export --ckpt checkpoints/rnn --output small.safetensors --dtype float16
-lightning_specdec export --ckpt best.ckpt --output draft.safetensors    (trained on a frozen target)
+lightning_specdec export checkpoints/rnn --output small.safetensors --dtype float16
+lightning_specdec export checkpoints/smollm2_eagle --output draft.safetensors
 lightning_specdec export --draft draft.safetensors --target checkpoints/smollm2 --format vllm \\
     --output smollm2-eagle3"""
 
@@ -45,8 +52,9 @@ class ExportSettings(Settings):
     )
     format: str | None = setting(None, "write a directory for an engine", choices=ENGINES)
     output: str = setting(
-        help="file to write, as safetensors; with --format, a new directory", metavar="PATH"
+        help="file to write, NAME.safetensors; with --format, a new directory", metavar="PATH"
     )
+    overwrite: bool = setting(False, "replace a file that an earlier export wrote")
     dtype: str | None = setting(
         None,
         "dtype of the stored weights; this package computes as before, engines as stored",
@@ -58,16 +66,22 @@ class ExportSettings(Settings):
 
 
 def add_arguments(parser: Parser) -> None:
+    parser.add_argument("MODEL", nargs="?", help="a checkpoint, or a directory of training runs")
     parser.add_settings("files", ExportSettings)
     add_class(parser)
 
 
 def run(options: Namespace) -> int:
     """Write the file or directory."""
+    if "MODEL" in options:
+        if "ckpt" in options:
+            raise UsageError(f"name one checkpoint, got --ckpt and {options.MODEL!r}")
+        options.ckpt = options.MODEL
     if "ckpt" not in options and "draft" not in options:
-        raise UsageError("--ckpt is missing: give a file, or a draft as --draft")
+        raise UsageError("MODEL is missing: give a checkpoint, or a draft as --draft FILE")
     if "output" not in options:
-        raise UsageError("--output is missing: give a file")
+        raise UsageError("--output is missing: give a file, for example --output draft.safetensors")
+    use_shipped_files(options)
     settings = chosen(options, ExportSettings)
     if settings.push_to_hub is not None:
         if settings.format is None:
@@ -85,12 +99,8 @@ def _export_checkpoint(settings: ExportSettings, options: Namespace) -> None:
     from lightning_specdec.checkpoints import checkpoint
 
     assert settings.ckpt is not None
+    output = _output_file(settings)
     loaded = checkpoint.load(settings.ckpt, drafter=class_named(options))
-    output = Path(settings.output)
-    if output.exists() and not output.is_dir() and not checkpoint.is_exported(output):
-        raise ValueError(
-            f"{output} is not an exported checkpoint and is left unchanged: choose another --output"
-        )
     checkpoint.save(
         output,
         loaded.reference or loaded.target,
@@ -103,6 +113,30 @@ def _export_checkpoint(settings: ExportSettings, options: Namespace) -> None:
     say(f"{output}: {output.stat().st_size:,} bytes")
 
 
+def _output_file(settings: ExportSettings) -> Path:
+    """The file to write, with its extension.
+
+    Raises:
+        ValueError: a file is there that must not be replaced.
+    """
+    from lightning_specdec.checkpoints import checkpoint
+
+    output = Path(settings.output).expanduser()
+    if output.suffix not in FILE_SUFFIXES and not output.exists():
+        output = output.with_name(f"{output.name}.safetensors")
+    if not output.exists() or output.is_dir():
+        return output
+    if not checkpoint.is_exported(output):
+        raise ValueError(
+            f"{output} is not what an export wrote and stays as it is: choose another --output"
+        )
+    if not settings.overwrite:
+        raise ValueError(
+            f"{output} exists: choose another --output, or replace it with --overwrite"
+        )
+    return output
+
+
 def _export_draft(settings: ExportSettings, options: Namespace) -> None:
     """Write a draft for an engine; without --format, as a draft file."""
     if settings.target is None:
@@ -112,6 +146,8 @@ def _export_draft(settings: ExportSettings, options: Namespace) -> None:
         )
     if settings.ckpt is not None and settings.draft is not None:
         raise UsageError("--ckpt and --draft exclude each other: give one of them")
+    if settings.format is None:
+        _output_file(settings)  # before the models are loaded, which takes seconds
     from lightning_specdec.checkpoints import load_pair
 
     progress("loading the target and its draft ...")
@@ -132,11 +168,7 @@ def _export_draft(settings: ExportSettings, options: Namespace) -> None:
 def _write_draft_file(settings: ExportSettings, loaded: LoadedPair) -> None:
     from lightning_specdec.checkpoints import TargetReference, checkpoint
 
-    output = Path(settings.output)
-    if output.exists() and not checkpoint.is_exported(output):
-        raise ValueError(
-            f"{output} is not an exported draft and is left unchanged: choose another --output"
-        )
+    output = _output_file(settings)
     checkpoint.save(
         output,
         TargetReference.of(loaded.target),

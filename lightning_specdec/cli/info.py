@@ -20,12 +20,13 @@ from lightning_specdec.cli.options import (
     chosen,
     class_named,
     model_flag,
+    use_shipped_files,
 )
 from lightning_specdec.config.kinds import DRAFTERS
 from lightning_specdec.config.memory import available_bytes, gigabytes
 from lightning_specdec.config.models import TargetSource, check_directory
 from lightning_specdec.config.pairs import Pair, get_pair, list_pairs
-from lightning_specdec.config.terminal import say, short
+from lightning_specdec.config.terminal import display_width, padded, say, short
 
 SUMMARY = (
     "describe a checkpoint, draft file, model or pair; by default the environment and all pairs"
@@ -34,7 +35,7 @@ EXAMPLES = """\
 lightning_specdec info
 lightning_specdec info checkpoints/rnn.safetensors
 lightning_specdec info checkpoints/smollm2 --dtype bfloat16
-lightning_specdec info --pair gpt2    (exit code 1 when it does not fit this machine)"""
+lightning_specdec info --pair gpt2    (exit code 1 if it does not fit this machine)"""
 PACKAGES = ("torch", "lightning", "transformers", "jsonargparse", "torchmetrics", "numpy")
 
 RECIPE = ("training", "data", "epochs", "steps", "tokens_seen", "training_seconds", "losses")
@@ -77,6 +78,7 @@ def _describe(options: Namespace) -> dict[str, Any]:
                 f"name one model, got --{other_flags[0]} and {options.MODEL!r}: drop one of them"
             )
         setattr(options, flag, options.MODEL)
+        use_shipped_files(options)
     elif "ckpt" not in options and "pair" not in options and drafter_path is None:
         return _describe_environment()
 
@@ -103,11 +105,11 @@ def _print(description: dict[str, Any], *, verbose: bool) -> None:
             values["prompts"] = _summarize_prompts(values["prompts"])
 
     lines = list(_lines(values))
-    width = min(MAX_NAME_WIDTH, max(len(name) for name, _ in lines))
+    width = min(MAX_NAME_WIDTH, max(display_width(name) for name, _ in lines))
     for name, value in lines:
         # Prompts are as long as `verbose` wants them.
         text = value if name == "prompts" else short(value, MAX_VALUE_LENGTH)
-        say(f"{name:<{width}}  {text}")
+        say(f"{padded(name, width)}  {text}")
 
     printed_recipe = values.get("recipe") or {}
     if len(printed_recipe) < len(full_recipe):
@@ -132,6 +134,10 @@ def _lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
         elif name.endswith("_bytes") and not prefix:
             # Only our own entries: a file may put anything into its recipe.
             yield name.removesuffix("_bytes"), gigabytes(value)
+        elif isinstance(value, bool):
+            yield prefix + name, "yes" if value else "no"
+        elif isinstance(value, int):
+            yield prefix + name, f"{value:,}"
         else:
             yield prefix + name, str(value)
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import sysconfig
+import traceback
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 
 from lightning_specdec import __version__
 from lightning_specdec.cli.common import set_up_logs
 from lightning_specdec.cli.options import KINDS, Parser, UsageError, kind_help
+from lightning_specdec.config.activity import Reporter
 from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import one_line, say
 
@@ -51,8 +55,18 @@ def main() -> None:
             raise
         say(f"error: {_error_text(error)}", file=sys.stderr)
         exit_code = EXIT_USER_ERROR
+    except Exception as error:
+        place = _user_code_of(error)
+        if place is None or "--debug" in sys.argv:
+            raise
+        say(
+            f"error: {place}: {type(error).__name__}: {one_line(error)} "
+            "(--debug shows the traceback)",
+            file=sys.stderr,
+        )
+        exit_code = EXIT_USER_ERROR
     except KeyboardInterrupt:
-        # The terminal has echoed ^C, and a streamed answer may have left its line open.
+        # The terminal has echoed ^C.
         say("\ninterrupted", file=sys.stderr)
         exit_code = EXIT_INTERRUPTED
     sys.exit(exit_code)
@@ -65,6 +79,24 @@ def _error_text(error: ValueError | OSError) -> str:
             return error.strerror
         return f"{error.filename}: {error.strerror}"
     return one_line(error)
+
+
+def _user_code_of(error: Exception) -> str | None:
+    """The user's own line in which an error was raised; None for an error of installed code.
+
+    A user's class, named by its import path, may raise anything.
+    """
+    installed = [Path(__file__).parents[1]]
+    for name in ("stdlib", "platstdlib", "purelib", "platlib"):
+        installed.append(Path(sysconfig.get_path(name)))
+
+    place = None
+    for frame, line_number in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        is_installed = any(path.is_relative_to(directory) for directory in installed)
+        if path.is_file() and not is_installed:
+            place = f"{path}, line {line_number}, in {frame.f_code.co_name}"
+    return place
 
 
 def _run(words: list[str]) -> int:
@@ -88,7 +120,13 @@ def _run(words: list[str]) -> int:
 
     module = _module(verb)
     if verb in TRAINER_VERBS:
-        return module.run(verb, arguments)
+        reporter = Reporter()
+        reporter.start()
+        try:
+            reporter.show("starting: importing libraries")
+            return module.run(verb, arguments)
+        finally:
+            reporter.stop()
     return _run_verb(verb, module, arguments)
 
 
@@ -106,7 +144,13 @@ def _run_verb(verb: str, module: ModuleType, arguments: list[str]) -> int:
 
     options = make_parser(verb).read(arguments)
     set_up_logs(options)
-    return module.run(options)
+    reporter = Reporter(is_quiet="quiet" in options)
+    reporter.start()
+    try:
+        reporter.show("starting: importing libraries")
+        return module.run(options)
+    finally:
+        reporter.stop()
 
 
 def _module(verb: str) -> ModuleType:
@@ -119,12 +163,10 @@ def make_parser(verb: str) -> Parser:
     module = _module(verb)
     parser = Parser(verb, module.SUMMARY, module.EXAMPLES)
     module.add_arguments(parser)
-    parser.add_argument(
-        "-q",
-        "--quiet",
-        action="store_true",
-        help="print only errors on stderr; decode also prints only its answer",
-    )
+    quiet_help = "print only errors on stderr"
+    if verb == "decode":
+        quiet_help = "print only the model's text, and errors on stderr"
+    parser.add_argument("-q", "--quiet", action="store_true", help=quiet_help)
     parser.add_argument("-v", "--verbose", action="store_true", help="print more details on stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import logging
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
@@ -15,16 +16,27 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.hub import GGUF_SUFFIX
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice, Kinds
-from lightning_specdec.config.models import DraftSource, PairSource, TargetSource, check_directory
-from lightning_specdec.config.pairs import get_pair, list_pairs
+from lightning_specdec.config.models import (
+    FILE_SUFFIXES,
+    DraftSource,
+    PairSource,
+    TargetSource,
+    check_directory,
+    check_draft,
+    is_run,
+)
+from lightning_specdec.config.pairs import get_pair, list_pairs, shipped_file
 from lightning_specdec.config.settings import (
     Settings,
     hints,
+    limits_of,
     options_of,
     parse,
     setting,
     setting_fields,
 )
+
+log = logging.getLogger(__name__)
 
 KINDS: dict[str, Kinds] = {"drafter": DRAFTERS, "rule": RULES}
 
@@ -117,12 +129,18 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def format_help(self) -> str:
+        positionals = [action.dest for action in self._actions if not action.option_strings]
+        self.usage = " ".join(["%(prog)s", *positionals, "[options]"])
+        return super().format_help()
+
     def add_settings(
         self,
         title: str,
         settings: type[Settings],
         *,
         skip: Sequence[str] = (),
+        help: Mapping[str, str] | None = None,
         **defaults: Any,
     ) -> None:
         """Add a group of flags, one for each field that has a help line.
@@ -131,8 +149,10 @@ class Parser(argparse.ArgumentParser):
 
         Args:
             skip: fields to leave out.
+            help: help lines that differ from those of the fields.
             defaults: defaults that differ from those of the fields.
         """
+        help_lines = help or {}
         group = self.add_argument_group(title)
         field_types = hints(settings)  # type: ignore[arg-type]
         for field in setting_fields(settings):
@@ -143,7 +163,8 @@ class Parser(argparse.ArgumentParser):
             if field.name in defaults:
                 default = defaults[field.name]
                 options["default"] = default
-            options["help"] = _help_text(field, default)
+            text = help_lines.get(field.name) or str(field.metadata["help"])
+            options["help"] = _help_text(text, default)
             options.update(_value_options(field, field_types[field.name]))
             group.add_argument(f"--{field.name}", **options)
 
@@ -159,18 +180,26 @@ class Parser(argparse.ArgumentParser):
 
     def add_models(self, *, skip: Sequence[str] = ()) -> None:
         """Add the flags that name target and drafter, and MODEL, short for one of them."""
-        self.add_argument(
-            "MODEL",
-            nargs="?",
-            help="a checkpoint, a model's directory, a pair, or a Hub name",
-        )
+        model_help = "a checkpoint, a model's directory, a pair, or a Hub name"
+        if "ckpt" in skip:
+            model_help = "a model's directory, a pair, or a Hub name"
+        self.add_argument("MODEL", nargs="?", help=model_help)
+        draft_help = {}
+        if "ckpt" in skip:
+            draft_help["draft"] = "draft model, or draft file"
         self.add_settings("Model", TargetSource, skip=skip)
-        self.add_settings("Draft", DraftSource, skip=skip)
+        self.add_settings("Draft", DraftSource, skip=skip, help=draft_help)
         self.add_kinds("drafter")
 
-    def add_decoding(self, *, skip: Sequence[str] = (), **defaults: Any) -> None:
-        """Add the flags of `DecodingConfig`, sampling included."""
-        self.add_settings("Sampling", DecodingConfig, skip=skip, **defaults)
+    def add_decoding(
+        self,
+        *,
+        skip: Sequence[str] = (),
+        help: Mapping[str, str] | None = None,
+        **defaults: Any,
+    ) -> None:
+        """Add the flags of `DecodingConfig`, sampling included. Arguments as of `add_settings`."""
+        self.add_settings("Sampling", DecodingConfig, skip=skip, help=help, **defaults)
         self.add_kinds("rule")
 
     def read(self, words: Sequence[str]) -> Namespace:
@@ -304,10 +333,10 @@ def _parse_value(text: str) -> Any:
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 
-def _help_text(field: Field[Any], default: Any) -> str:
+def _help_text(text: str, default: Any) -> str:
     """The help line of a flag, followed by its default if that is informative."""
     # argparse formats help with the % operator.
-    text = str(field.metadata["help"]).replace("%", "%%")
+    text = text.replace("%", "%%")
     is_unset = any(default is value for value in (None, False, (), MISSING))
     if is_unset or "default:" in text:
         return text
@@ -426,6 +455,7 @@ def pair_source(options: Namespace) -> PairSource:
                 "give a prompt as --prompt '1 2 3'"
             )
         setattr(options, model_flag(model), model)
+    use_shipped_files(options)
 
     source = chosen(options, PairSource)
     # Checked here because loading the models, which would find out too, takes seconds.
@@ -434,29 +464,30 @@ def pair_source(options: Namespace) -> PairSource:
     if source.target is not None:
         check_directory(source.target)
     if source.draft is not None and source.ckpt is None:
-        _check_draft(source.draft)
+        check_draft(source.draft)
     return source
 
 
-def _check_draft(draft: str) -> None:
-    """Raise ValueError unless this is a file, a model's directory, or may be a Hub name."""
-    if Path(draft).expanduser().is_file():
-        return
-    if draft.endswith(".safetensors"):
-        raise ValueError(f"there is no draft file {draft}: check the path")
-    check_directory(draft)
+def use_shipped_files(options: Namespace) -> None:
+    """Let `checkpoints/NAME` stand for the file in the clone, if the current directory has none."""
+    for name in ("ckpt", "target", "draft"):
+        given = getattr(options, name, None)
+        if given is None:
+            continue
+        found = shipped_file(given)
+        if found != given:
+            log.info("%s is not in this directory: using %s", given, found)
+            setattr(options, name, found)
 
 
 def model_flag(model: str) -> str:
     """Return whether a positional MODEL means `ckpt` (or a draft file), `pair`, or `target`."""
-    path = Path(model).expanduser()
+    path = Path(shipped_file(model)).expanduser()
     if path.is_dir():
-        has_checkpoints = any((*path.glob("version_*/*.ckpt"), *path.glob("*.ckpt")))
-        is_model = (path / "config.json").exists()
-        return "ckpt" if has_checkpoints and not is_model else "target"
+        return "ckpt" if is_run(path) else "target"
     if path.suffix.lower() == GGUF_SUFFIX:
         return "target"
-    if path.is_file() or path.suffix in (".ckpt", ".safetensors"):
+    if path.is_file() or path.suffix in FILE_SUFFIXES:
         return "ckpt"
     pair_names = {pair.name for pair in list_pairs()}
     return "pair" if model in pair_names else "target"
@@ -494,6 +525,16 @@ def kind_help(flag: str, name: str) -> str:
     summary = (chosen_class.__doc__ or "").strip().splitlines()[0]
     lines = [f"{name}: {summary}", ""]
     for field in setting_fields(chosen_class.Settings):
-        default = "" if field.default in (None, MISSING) else f" (default: {field.default})"
-        lines.append(f"  --{kind}.{field.name:<20} {field.metadata.get('help', '')}{default}")
+        remarks = []
+        limits = limits_of(field)
+        if limits:
+            remarks.append(limits)
+        if field.default is MISSING:
+            remarks.append("required")
+        elif field.default is not None and field.default != ():
+            remarks.append(f"default: {field.default}")
+        remark = f" ({'; '.join(remarks)})" if remarks else ""
+        lines.append(f"  --{kind}.{field.name:<20} {field.metadata.get('help', '')}{remark}")
+    if len(lines) == 2:
+        lines.append("  no settings")
     return "\n".join(lines)

@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 import yaml
 
 from lightning_specdec.cli.options import join_template_variables
-from lightning_specdec.config.pairs import shipped_config, shipped_directory
+from lightning_specdec.config.pairs import nearest_config, shipped_config, shipped_directory
 from lightning_specdec.config.terminal import say
 
 SUMMARIES = {
-    "fit": "train target and drafts from a YAML or a recipe",
+    "fit": "train target and drafts from a YAML file or a recipe",
     "validate": "measure on the validation sequences",
     "test": "measure on the held-out sequences",
-    "generate": "let a target write text to train drafts on; repeat the command to resume",
+    "generate": "let a target write text to train drafts on; a stopped run resumes",
 }
 _EXAMPLES = {
     "fit": """\
@@ -39,26 +39,29 @@ lightning_specdec generate --model GenerateText --model.target ./llama --model.o
 lightning_specdec generate --model.help GenerateText""",
 }
 _RECIPE = """\
-  --recipe NAME         a draft for a pretrained target without a YAML: eagle, block, medusa, exit,
-                        layers or pair
+  --recipe NAME         a draft for a pretrained target without a YAML file: eagle, block, medusa,
+                        exit, layers, or pair
   --target DIR          the target's directory; settings that depend on it follow from it
   --adapter DIR         an adapter of PEFT to merge into the target
   --text PATH...        directories that generate wrote, or text files; shipped is SmolLM2's text
-  --minutes M           duration of the run, start-up included (default: three epochs)
+  --minutes M           duration of the run (default: three epochs). Start-up and the last
+                        validation count, so give 3 or more
 """
 _ENGINE = """\
   --engine ENGINE       vLLM: a server's address, or the Python of its environment (--model.engine)
 """
 _OPTIONS = """\
-  --config FILE         YAML of the run; repeat to override values of the file before
+  --config FILE         YAML file of the run; a further file overrides values of those before it
   --chat_template_kwargs.NAME VALUE
                         variable of the chat template that writes conversations or prompts
   --ckpt_path FILE      last, best or a checkpoint: fit resumes from it, the others use it
+  --name NAME           name of the run's directories; default: the config's, and that of other data
   --save_seconds X      seconds between checkpoints while fit runs (default 60)
   --seed_everything INT seed of initialization and data order
-  --trainer.KEY VALUE   any argument of Lightning's Trainer, as --trainer.max_epochs 10
-  --model CLASS         training module, as PairTraining; --model.KEY VALUE sets its arguments
-  --data CLASS          data module, as SequenceFile; --data.KEY VALUE sets its arguments
+  --trainer.KEY VALUE   any argument of Lightning's Trainer, for example --trainer.max_epochs 10
+  --model CLASS         training module, for example PairTraining; --model.KEY VALUE sets its
+                        arguments
+  --data CLASS          data module, for example SequenceFile; --data.KEY VALUE sets its arguments
   --model.help CLASS    every argument of a module; likewise --data.help CLASS
   --print_config        print the resolved configuration and stop
   --help_all            every argument of the Trainer (slow: imports it)
@@ -96,9 +99,7 @@ def run(verb: str, words: list[str]) -> int:
 
 
 def _print_help(verb: str) -> None:
-    # The shipped pairs are in a directory inside that of the configs.
-    configs_directory = shipped_directory().parent
-    config_names = sorted(path.stem for path in configs_directory.glob("*.yaml"))
+    config_names = _config_names(verb)
     options = _OPTIONS
     if verb == "fit":
         options = _RECIPE + options
@@ -113,6 +114,16 @@ def _print_help(verb: str) -> None:
         f"configs that ship (configs/NAME.yaml): {', '.join(config_names)}\n\n"
         f"examples:\n{_EXAMPLES.get(verb, default_example)}"
     )
+
+
+def _config_names(verb: str) -> list[str]:
+    """The shipped configs that a verb can use."""
+    names = []
+    for path in sorted(shipped_directory().parent.glob("*.yaml")):
+        generates = "GenerateText" in path.read_text(encoding="utf-8")
+        if generates == (verb == "generate"):
+            names.append(path.stem)
+    return names
 
 
 def _translate(verb: str, words: list[str]) -> list[str]:
@@ -138,17 +149,30 @@ def _check(verb: str, words: list[str]) -> None:
     names = {name for name, _ in options}
     recipe_options = sorted(names & {"--adapter", "--target", "--text", "--minutes"})
     if recipe_options:
-        raise ValueError(f"{recipe_options[0]} is an option of --recipe NAME")
+        raise ValueError(_recipe_advice(verb, recipe_options[0]))
 
     if not any(_describes_run(name) for name in names):
         example = "configs/smollm2_generate.yaml" if verb == "generate" else "configs/rnn.yaml"
         alternative = ", or --recipe NAME" if verb == "fit" else ""
-        raise ValueError(f"{verb} needs --config FILE, as {example}{alternative}")
+        raise ValueError(f"{verb} needs --config FILE, for example {example}{alternative}")
 
     for name, value in options:
         is_yaml = value.endswith((".yaml", ".yml"))
         if name == "--config" and is_yaml and not Path(value).exists():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), value)
+            reason = f"{os.strerror(errno.ENOENT)}{nearest_config(value)}"
+            raise FileNotFoundError(errno.ENOENT, reason, value)
+
+
+def _recipe_advice(verb: str, option: str) -> str:
+    """What to type instead of an option that belongs to `fit --recipe`."""
+    if verb == "generate" and option == "--target":
+        return (
+            "--target is an option of fit --recipe NAME; here, give --model GenerateText "
+            "--model.target DIR --model.output DIR --data PromptFiles --data.paths FILE"
+        )
+    if verb == "fit":
+        return f"{option} is an option of --recipe NAME, which is missing"
+    return f"{option} is an option of fit --recipe NAME; {verb} takes --config FILE"
 
 
 def _options(words: list[str]) -> list[tuple[str, str]]:

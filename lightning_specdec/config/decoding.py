@@ -80,7 +80,9 @@ class DecodingConfig(SamplingSettings):
     eos: tuple[int, ...] | None = setting(
         None, "token that ends a row; default: that of the tokenizer; repeatable"
     )
-    stop: tuple[str, ...] = setting((), "text that ends a row and is not shown; repeatable")
+    stop: tuple[str, ...] = setting(
+        (), "stop where the output contains this text, which is left out; repeatable"
+    )
     seed: int = setting(0, "the same seed produces the same tokens", minimum=0, maximum=2**63 - 1)
     logprobs: bool = setting(False, "report each token's log probability under the target")
     processors: tuple[Any, ...] = setting(())

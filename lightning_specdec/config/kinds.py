@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -130,12 +130,22 @@ class Kinds:
         """Import a class of the user by its import path."""
         module, _, attribute = path.rpartition(".")
         search_here()
-        try:
-            kind = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"cannot import the {self.noun} {path}: {error}") from error
-
         base = getattr(import_module(f"lightning_specdec.{self.room}"), self.base)
+        try:
+            imported = import_module(module)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"cannot import the {self.noun} {path}: {error}") from error
+        if not hasattr(imported, attribute):
+            names = [
+                name
+                for name, value in vars(imported).items()
+                if isinstance(value, type) and issubclass(value, base) and value is not base
+            ]
+            advice = nearest(attribute, names) or f": it has {', '.join(names) or 'none'}"
+            raise ValueError(
+                f"cannot import the {self.noun} {path}: {module} has no {attribute}{advice}"
+            )
+        kind = getattr(imported, attribute)
         if not isinstance(kind, type) or not issubclass(kind, base):
             raise ValueError(
                 f"{path} is not a {self.base}: derive it from lightning_specdec.{self.base}"
@@ -152,7 +162,29 @@ class Kinds:
         statement = self._kinds.get(kind.__name__)
         if statement is not None and statement.module == kind.__module__:
             return kind.__name__
-        return f"{kind.__module__}.{kind.__qualname__}"
+        return path_of(kind)
+
+
+def path_of(kind: type[Any]) -> str:
+    """The import path of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@cache
+def is_user_class(kind: type[Any]) -> bool:
+    """Whether a class is not of this package, so that what it returns is checked."""
+    return kind.__module__.partition(".")[0] != _PACKAGE.name
+
+
+def described(value: object) -> str:
+    """A value of a user's class in a few words, for messages: its type, and a tensor's shape."""
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    shape = getattr(value, "shape", None)
+    dtype = getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{type(value).__name__} {list(shape)} of {dtype}"
+    return f"a value of type {type(value).__name__}"
 
 
 def search_here() -> None:

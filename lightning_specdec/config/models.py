@@ -9,8 +9,12 @@ from typing import Any
 
 from lightning_specdec.config.hub import has_model
 from lightning_specdec.config.kinds import DRAFTERS, Choice
-from lightning_specdec.config.settings import Settings, setting
+from lightning_specdec.config.settings import Settings, nearest, setting
 
+CHECKPOINTS = "checkpoints"
+"""Directory of a clone of the repository that contains the models and drafts that ship."""
+FILE_SUFFIXES = (".safetensors", ".ckpt")
+"""Endings of checkpoints and draft files."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = ("int8", "int4")
 BACKENDS = ("auto", "torch", "openvino")
@@ -26,7 +30,8 @@ class TargetSource(Settings):
 
     ckpt: str | None = setting(
         None,
-        "checkpoint or shipped pair that holds the draft and usually the target",
+        "checkpoint or shipped pair that holds the draft and usually the target; give --target, "
+        "too, if it does not",
         metavar="FILE",
     )
     pair: str | None = setting(
@@ -34,8 +39,7 @@ class TargetSource(Settings):
     )
     target: Any = setting(
         None,
-        "pretrained target: a directory, a GGUF file or a Hub name; with --ckpt, the directory of "
-        "its target",
+        "pretrained target: a directory, a GGUF file or a Hub name",
         metavar="MODEL",
     )
     dtype: str | None = setting(None, "compute in this dtype; default: as stored", choices=DTYPES)
@@ -67,9 +71,9 @@ class TargetSource(Settings):
         if len(names) == 1 or names == ["ckpt", "target"]:
             return
         got = " and ".join(f"--{name}" for name in names) or "none"
-        example = "checkpoints/rnn.safetensors or --target gpt2"
         raise ValueError(
-            f"name the models by one of MODEL, --ckpt, --pair, --target (as {example}), got {got}"
+            "name the models by one of MODEL, --ckpt, --pair, and --target, for example "
+            f"checkpoints/rnn.safetensors, --pair gpt2, or --target DIR; got {got}"
         )
 
 
@@ -183,5 +187,41 @@ def check_directory(source: str) -> None:
 
     starts_like_path = source.startswith((".", "/", "~"))
     has_parent_here = "/" in source and path.parent.is_dir()
-    if not path.exists() and (starts_like_path or has_parent_here):
-        raise ValueError(f"there is no directory {source}: check the path")
+    is_of_clone = source.startswith(f"{CHECKPOINTS}/")
+    if not path.exists() and (starts_like_path or has_parent_here or is_of_clone):
+        raise ValueError(f"there is no directory {source}{advice_on_path(path)}")
+
+
+def check_draft(draft: str) -> None:
+    """Raise ValueError unless this is a file, a directory, or may be a Hub name."""
+    path = Path(draft).expanduser()
+    if path.is_file():
+        return
+    if path.suffix in FILE_SUFFIXES and not path.exists():
+        raise ValueError(f"there is no draft file {draft}{advice_on_path(path)}")
+    if is_run(path):
+        return
+    check_directory(draft)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory contains checkpoints of training runs, and is not a model."""
+    if not path.is_dir() or (path / "config.json").exists():
+        return False
+    return any(path.glob("version_*/*.ckpt")) or any(path.glob("*.ckpt"))
+
+
+def advice_on_path(path: Path) -> str:
+    """The end of a message about a path that does not exist: a similar name, or what to do."""
+    names = [neighbor.name for neighbor in path.parent.glob("*")]
+    advice = nearest(path.name, names)
+    if advice:
+        return advice
+    if path.parts[:1] == (CHECKPOINTS,):
+        advice = (
+            f" in {Path.cwd()}: the files in {CHECKPOINTS}/ are part of a clone of the repository"
+        )
+        if path.name == "smollm2":
+            advice += ", where `make smollm2` writes this one"
+        return advice
+    return ": check the path"

@@ -6,6 +6,7 @@ current directory, whose files override shipped ones of the same name.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +19,17 @@ from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.files import replaced
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import ModelSize, peak_bytes
-from lightning_specdec.config.models import BACKENDS, DTYPES, QUANTIZATIONS, PairSource
+from lightning_specdec.config.models import (
+    BACKENDS,
+    CHECKPOINTS,
+    DTYPES,
+    QUANTIZATIONS,
+    PairSource,
+)
 from lightning_specdec.config.settings import Settings, nearest, setting
 from lightning_specdec.config.yaml_text import read_yaml
+
+log = logging.getLogger(__name__)
 
 OWN = Path("configs/pairs")
 """Directory of the user's pairs, relative to the current directory."""
@@ -40,16 +49,22 @@ class PairModel(Settings):
     adapter: str | None = setting(None, "adapter of PEFT to merge: a directory or a Hub name")
 
     @property
+    def local_copy(self) -> str | None:
+        """The local directory if it exists, in the current directory or in the clone."""
+        if self.local is None:
+            return None
+        path = shipped_file(self.local)
+        return path if Path(path, "config.json").is_file() else None
+
+    @property
     def location(self) -> str:
         """Where to load it from, relative to the current directory."""
-        if self.local is not None and Path(self.local, "config.json").is_file():
-            return self.local
-        return self.source
+        return self.local_copy or self.source
 
     @property
     def location_revision(self) -> str | None:
         """The revision to load from `location`; a local copy has none."""
-        return None if self.location == self.local else self.revision
+        return None if self.local_copy is not None else self.revision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +125,8 @@ class Pair(Settings):
             return False
         if self.target is None or self.target.local is None:
             return True
-        has_copy = self.target.location == self.target.local
-        return has_copy and Path(self.draft_file).expanduser().exists()
+        draft_path = Path(shipped_file(self.draft_file)).expanduser()
+        return self.target.local_copy is not None and draft_path.exists()
 
     @property
     def own_drafter(self) -> Choice | None:
@@ -142,6 +157,7 @@ class Pair(Settings):
         the pair's draft model. `NGramWithFallback` is the exception: it runs prompt lookup before
         that model.
         """
+        self._announce_hub_models()
         own_drafter = self.own_drafter
         drafter: Choice | None = source.drafter
         is_pairs_drafter = drafter is None or (
@@ -163,12 +179,26 @@ class Pair(Settings):
                     draft_adapter=self.draft.adapter,
                 )
             elif self.has_trained_draft:
-                defaults["draft"] = self.draft_file
+                assert self.draft_file is not None
+                defaults["draft"] = shipped_file(self.draft_file)
 
         missing = {name: value for name, value in defaults.items() if getattr(source, name) is None}
         if source.backend == "auto" and self.backend is not None:
             missing["backend"] = self.backend
         return source.changed(**missing | {"pair": None, "drafter": drafter})
+
+    def _announce_hub_models(self) -> None:
+        """Warn of models that come from the Hub because their local copies are not here."""
+        for model in self.models:
+            if model.local is not None and model.local_copy is None:
+                log.warning(
+                    "the pair %s is loaded from %s on the Hub, since there is no %s here (in a "
+                    "clone of the repository, `make %s` writes it)",
+                    self.name,
+                    model.source,
+                    model.local,
+                    Path(model.local).name,
+                )
 
     def _target_defaults(self) -> dict[str, Any]:
         """Fields of a source that name the target."""
@@ -251,6 +281,28 @@ def shipped_config(word: str) -> str:
         return word
     shipped = shipped_directory().parent / word.removeprefix("configs/")
     return str(shipped) if shipped.is_file() else word
+
+
+def shipped_file(word: str) -> str:
+    """Resolve `checkpoints/NAME` to what is in the clone, if the current directory has none.
+
+    Only models and exported files are found there. Runs belong to the directory where they ran.
+    """
+    if not word.startswith(f"{CHECKPOINTS}/") or Path(word).exists():
+        return word
+    path = shipped_directory().parents[1] / word
+    is_model = (path / "config.json").is_file()
+    is_exported = path.suffix == ".safetensors" and path.is_file()
+    return str(path) if is_model or is_exported else word
+
+
+def nearest_config(path: str) -> str:
+    """Return ": did you mean ...?" for the most similar config, beside a path or shipped."""
+    shipped = shipped_directory().parent
+    names = [f"configs/{config.relative_to(shipped)}" for config in shipped.glob("**/*.yaml")]
+    neighbors = Path(path).expanduser().parent.glob("*.yaml")
+    names += [str(neighbor) for neighbor in neighbors]
+    return nearest(path, names)
 
 
 def read_pair(path: Path) -> Pair:

@@ -8,10 +8,11 @@ those adds 0.14 to 0.17 seconds to every `--help`.
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -225,7 +226,9 @@ class Settings:
         for field_ in fields(cls):
             is_required = field_.default is MISSING and field_.default_factory is MISSING
             if is_required and field_.name not in arguments:
-                raise ValueError(f"{where}{field_.name} is missing")
+                explanation = field_.metadata.get("help")
+                meaning = f" ({explanation})" if explanation else ""
+                raise ValueError(f"{where}{field_.name} is missing{meaning}")
 
             value = arguments.get(field_.name)
             for field_type in options_of(hints(cls)[field_.name]):  # type: ignore[arg-type]
@@ -237,19 +240,138 @@ class Settings:
         try:
             return cls(**arguments)
         except ValueError as error:
-            raise ValueError(f"{where}{error}") from error
+            raise ValueError(_located(str(error), where, cls)) from error
 
     @classmethod
-    def arguments(cls: type[S], *values: Any, **named: Any) -> S:
-        """Build settings from a constructor's arguments, given by position or by name."""
+    def arguments(
+        cls: type[S], values: Sequence[Any], named: Mapping[str, Any], *, owner: str
+    ) -> S:
+        """Build settings from a constructor's arguments.
+
+        Args:
+            values: the arguments by position.
+            named: the arguments by name.
+            owner: name of the class whose constructor it is, for messages.
+
+        Raises:
+            ValueError: an argument is unknown, missing, wrong, or given twice.
+        """
         names = [field_.name for field_ in setting_fields(cls)]
-        positional = dict(zip(names[: len(values)], values, strict=True))
+        accepted = f"it takes {', '.join(names)}" if names else "it has no settings"
+        if len(values) > len(names):
+            raise ValueError(f"{owner} got {len(values)} arguments: {accepted}")
+        positional = dict(zip(names, values, strict=False))
+        for name in named:
+            if name in positional:
+                raise ValueError(f"{owner} got {name} twice: by position and by name")
+            if name not in names:
+                advice = nearest(name, names) or f": {accepted}"
+                raise ValueError(f"{owner} has no setting {name}{advice}")
         return cls.from_dict({**positional, **named})
 
 
 @dataclass(frozen=True)
 class NoSettings(Settings):
     """Settings of a kind that has none."""
+
+
+def show_settings(kind: Any) -> None:
+    """Replace `*values` and `**settings` in the signature of a class by the fields of its settings.
+
+    `help` and editors show the result. The constructor itself passes these arguments to
+    `Settings.arguments`.
+    """
+    own_parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    names = {parameter.name for parameter in own_parameters}
+    if "settings" not in names:
+        # A base class may have a signature of its own, which this class would inherit.
+        kind.__signature__ = inspect.Signature(own_parameters)
+        return
+
+    accepts_positions = "values" in names
+    field_kind: Any = inspect.Parameter.KEYWORD_ONLY
+    if accepts_positions:
+        field_kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    setting_parameters = []
+    for field_ in setting_fields(kind.Settings):
+        default = inspect.Parameter.empty if field_.default is MISSING else field_.default
+        parameter = inspect.Parameter(
+            field_.name, field_kind, default=default, annotation=field_.type
+        )
+        setting_parameters.append(parameter)
+
+    replaced_name = "values" if accepts_positions else "settings"
+    parameters = []
+    for own_parameter in own_parameters:
+        if own_parameter.name == replaced_name:
+            parameters += setting_parameters
+        elif own_parameter.name != "settings":
+            parameters.append(own_parameter)
+    kind.__signature__ = inspect.Signature(parameters)
+
+
+def accepts_fields(
+    settings: type[Settings], *, skip: Sequence[str]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Show the fields of settings in the signature and docstring of a function with `**options`.
+
+    Args:
+        settings: the settings that the function builds from its options.
+        skip: fields that are no options of the function.
+    """
+
+    def show(function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = []
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                parameters.append(parameter)
+        lines = ["", f"        Fields of `{settings.__name__}`:"]
+        for field_ in setting_fields(settings):
+            if field_.name in skip:
+                continue
+            parameter = inspect.Parameter(
+                field_.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field_.default,
+                annotation=field_.type,
+            )
+            parameters.append(parameter)
+            lines.append(f"            {field_.name}: {field_.metadata.get('help', '')}")
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__doc__ = "\n".join([(function.__doc__ or "").rstrip(), *lines, "        "])
+        return function
+
+    return show
+
+
+def _located(message: str, where: str, settings: type[Settings]) -> str:
+    """A message about an entry, with the place of the entry before it.
+
+    Most messages begin with the name of a field, which the place completes to a path.
+    """
+    first_word = message.partition(" ")[0]
+    names = {field_.name for field_ in setting_fields(settings)}
+    if where and first_word not in names:
+        return f"{where.rstrip('.')}: {message}"
+    return f"{where}{message}"
+
+
+def limits_of(field_: Field[Any]) -> str:
+    """The limits of a field's value in words, as "1 to 64"; "" if it has none."""
+    choices = field_.metadata.get("choices")
+    if choices:
+        return " or ".join(choices)
+    minimum = field_.metadata.get("minimum")
+    maximum = field_.metadata.get("maximum")
+    above = field_.metadata.get("above")
+    low = ""
+    if minimum is not None:
+        low = f"{minimum:g}"
+    elif above is not None:
+        low = f"more than {above:g}"
+    if maximum is None:
+        return f"{low} or more" if minimum is not None else low
+    return f"{low} to {maximum:g}" if low else f"up to {maximum:g}"
 
 
 def setting_fields(settings: type[Settings]) -> list[Field[Any]]:
@@ -267,7 +389,7 @@ def check_names(values: Mapping[str, Any], settings: type[Settings], where: str 
         if not advice and known_names:
             advice = f": choose from {', '.join(known_names)}"
         elif not advice:
-            advice = ": it has none"
+            advice = ": there are none"
         raise ValueError(f"unknown setting {where}{name}{advice}")
 
 

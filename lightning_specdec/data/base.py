@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.kinds import described
 from lightning_specdec.config.terminal import say
 
 if TYPE_CHECKING:
@@ -78,12 +79,13 @@ class Batch(NamedTuple):
     indices: Tensor
 
     @classmethod
-    def of(cls, batch: Any) -> Batch:
+    def of(cls, batch: Any, *, origin: str = "the data module") -> Batch:
         """Read a batch of any data module.
 
         Args:
             batch: a tensor of tokens, or a mapping or object with `tokens` and optionally the other
                 fields. Without `prompt_lengths`, the first half of each row is its prompt.
+            origin: what messages call the data module.
 
         Raises:
             ValueError: it is none of these.
@@ -98,11 +100,15 @@ class Batch(NamedTuple):
         else:
             values = {name: getattr(batch, name, None) for name in cls._fields}
 
-        tokens = values.get("tokens")
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        tokens: Any = values.get("tokens")
+        is_tensor = isinstance(tokens, Tensor) and tokens.dim() == 2
+        if not is_tensor or tokens.is_floating_point():
+            got = f"tokens as {described(tokens)}"
+            if tokens is None:
+                got = described(batch)
             raise ValueError(
-                "a batch must be a [B, T] tensor of tokens or have one as `tokens`: change the "
-                "data module"
+                f"a batch of {origin} must be integer tokens [B, T], or have them as `tokens`, "
+                f"got {got}"
             )
         lengths = values.get("lengths")
         if lengths is None:

@@ -12,6 +12,7 @@ from lightning_specdec.decoding.recorded import make_executor
 from lightning_specdec.decoding.requests import Request, batch_size_for
 from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.drafters import Drafter, TargetContext
+from lightning_specdec.drafters.user_drafts import check_state
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.state import next_span
 from lightning_specdec.rules import Purpose, noise_table
@@ -60,6 +61,7 @@ class Batch:
         self.target_state = target.init_state(batch_size, num_slots)
         context = TargetContext(target, self.target_state)
         self.draft_state = drafter.init_state(batch_size, num_slots, context)
+        check_state(drafter, self.draft_state)
         self.executor = make_executor(self.target_state, target.vocab_size, timer, drafter)
 
         self.seed = seed

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lightning_specdec import __version__
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.decoding.requests import Request
@@ -29,6 +30,7 @@ from lightning_specdec.rules import make_rule
 
 log = logging.getLogger(__name__)
 warn_once = functools.cache(log.warning)
+inform_once = functools.cache(log.info)
 
 WINDOWS = (1, 2, 4, 8, 16)
 """Draft tokens of the rounds that are measured; between them, costs are nearly linear."""
@@ -142,16 +144,27 @@ def calibrate(
 
     # The first pass only warms up.
     passes: list[_Pass] = []
-    while len(passes) <= FEWEST_PASSES or (
-        len(passes) <= MOST_PASSES and session.timer.elapsed() < seconds
-    ):
-        # Each pass begins with new rows, so that all passes are over the same lengths.
-        rows = [session.add(text) for _ in range(batch_size)]
-        one_pass = _measure(session, measured_window, windows, warmup_rounds, counted_rounds)
-        passes.append(one_pass)
-        for row in rows:
-            session.cancel(row)
-            session.release(row)
+    name = type(drafter).__name__
+    num_steps = (FEWEST_PASSES + 1) * (len(windows) + 1)
+    # A user who asks for "auto" does not expect to wait, so Python shows it by default.
+    with Activity(
+        f"measuring what rounds with {name} cost on this machine",
+        num_steps,
+        unit="steps",
+        level=logging.WARNING,
+    ) as activity:
+        while len(passes) <= FEWEST_PASSES or (
+            len(passes) <= MOST_PASSES and session.timer.elapsed() < seconds
+        ):
+            # Each pass begins with new rows, so that all passes are over the same lengths.
+            rows = [session.add(text) for _ in range(batch_size)]
+            one_pass = _measure(
+                session, measured_window, windows, warmup_rounds, counted_rounds, activity
+            )
+            passes.append(one_pass)
+            for row in rows:
+                session.cancel(row)
+                session.release(row)
 
     counted_passes = passes[1:]
     return _costs(counted_passes, windows, length, inside_target=measured_drafter.inside_target)
@@ -215,6 +228,7 @@ def _measure(
     windows: Sequence[int],
     warmup_rounds: int,
     counted_rounds: int,
+    activity: Activity,
 ) -> _Pass:
     """One pass: a round that reads the prompt, then rounds of each window.
 
@@ -230,6 +244,7 @@ def _measure(
         for _ in range(warmup_rounds):
             session.step()
         window_rounds[window] = _average_round(session, measured_window, counted_rounds)
+        activity.advance()
     return _Pass(prompt_round, window_rounds)
 
 
@@ -314,10 +329,9 @@ def load_or_measure(
     try:
         return Calibration.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
-        log.info(
-            "measuring what %s and its target cost, once for this machine: seconds, minutes if "
-            "large",
-            type(drafter).__name__,
+        inform_once(
+            "num_draft_tokens auto: measuring what rounds cost, once for each pair and setting on "
+            "this machine (seconds; minutes for large models)"
         )
 
     calibration = calibrate(target, drafter, config, batch_size=batch_size)

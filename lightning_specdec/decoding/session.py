@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.decoding.batch import Batch
@@ -33,6 +34,7 @@ from lightning_specdec.decoding.verification import Events, Verification
 from lightning_specdec.decoding.windows import as_window
 from lightning_specdec.drafters import Draft, Drafter, DraftRequest
 from lightning_specdec.drafters.layout import pad, verified_positions, with_draft_tokens
+from lightning_specdec.drafters.user_drafts import proposed
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.models.threads import one_thread
 from lightning_specdec.rules import Sampling, make_rule
@@ -215,7 +217,7 @@ class Session:
             vocab_size=self.target.vocab_size,
             calls=self._executor,
         )
-        draft = self.drafter.propose(self._batch.draft_state, request, windows, self.sampling)
+        draft = proposed(self.drafter, self._batch.draft_state, request, windows, self.sampling)
         self.num_draft_calls += draft.num_calls
         return self._plan.adjust(draft, windows)
 
@@ -407,8 +409,8 @@ class Conversation:
         max_new_tokens = min(self.config.max_new_tokens, self.max_length - len(prompt))
         if max_new_tokens < 1:
             raise ValueError(
-                f"{len(prompt)} tokens fill the chat's context of {self.max_length - 1}: begin a "
-                "new one"
+                f"{len(prompt)} tokens fill the chat's context of {self.max_length - 1}: shorten "
+                "the question, or begin a new chat"
             )
 
         length = len(prompt) + max_new_tokens
@@ -458,9 +460,11 @@ def open_session(
 
 def run(session: Session) -> DecodeResult:
     """Decode until no row is live; on Ctrl-C, `DecodeInterrupted` with what was committed."""
+    num_tokens = sum(row.remaining for row in session.live)
     try:
-        while session.step():
-            pass
+        with Activity("decoding", num_tokens, unit="tokens") as activity:
+            while events := session.step():
+                activity.advance(sum(len(tokens) for _, tokens in events))
     except KeyboardInterrupt:
         raise DecodeInterrupted(session.result()) from None
     return session.result()

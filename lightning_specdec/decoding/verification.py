@@ -13,6 +13,7 @@ from lightning_specdec.decoding.requests import Request, mark_failed
 from lightning_specdec.decoding.windows import Outcome
 from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, Verdict, column
+from lightning_specdec.rules.user_rules import judged
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -100,7 +101,7 @@ class Verification:
             # A drafter may have drafted fewer tokens than there is noise for.
             noise = noise[:, : num_draft_tokens + 1]
         if num_draft_tokens:
-            verdict = self.rule.judge(draft, processed, self.sampling, noise)
+            verdict = judged(self.rule, draft, processed, self.sampling, noise)
         else:
             # Without a draft every rule draws the target's own token.
             next_tokens = self.sampling.sample(processed, column(noise, Purpose.CORRECT))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_specdec.config.settings import NoSettings
+from lightning_specdec.config.settings import NoSettings, show_settings
 from lightning_specdec.config.settings import Settings as BaseSettings
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.models.graphs import Outputs
@@ -263,7 +263,11 @@ class Drafter(nn.Module, ABC):
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__()
-        self.settings = self.Settings.arguments(*values, **settings)
+        self.settings = self.Settings.arguments(values, settings, owner=type(self).__name__)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        show_settings(cls)
 
     def at(self: D, value: Any) -> D:
         """The same drafter with another value of its `free` setting; the weights are shared."""

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext, pipelined
+from lightning_specdec.drafters.base import (
+    Drafter,
+    DraftRequest,
+    DraftState,
+    TargetContext,
+    pipelined,
+)
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.drafters.medusa import ResidualBlock
 from lightning_specdec.drafters.sampling_drafter import TrainedDrafter, make_draft
@@ -235,6 +241,15 @@ class EarlyExitDrafter(TrainedDrafter):
             return None
         head: Any = self.heads[name]
         return head
+
+    @classmethod
+    def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
+        if "exit_layer" not in settings and draft is None and target.num_layers is not None:
+            raise ValueError(
+                f"{cls.__name__} needs exit_layer, the number of the target's layers that draft: "
+                f"give --drafter.exit_layer N (exit_layer=N), 1 to {target.num_layers - 1}"
+            )
+        return super().for_target(target, draft, **settings)
 
     def check_target(self, target: LanguageModel) -> None:
         target.check_exit(self.exit_layer)

@@ -19,6 +19,7 @@ from lightning_specdec.drafters.base import (
 )
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
 from lightning_specdec.drafters.ngram import NGramDrafter, NGramSettings, certain
+from lightning_specdec.drafters.user_drafts import proposed
 from lightning_specdec.models import ExitStates, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
@@ -128,7 +129,7 @@ class NGramWithFallback(Drafter):
     ) -> Draft:
         matches = self.lookup.look_up(state.lookup, request, windows)
         if not any(matches):
-            return self.fallback.propose(state.fallback, request, windows, sampling)
+            return proposed(self.fallback, state.fallback, request, windows, sampling)
 
         # The fallback drafts for the rows without a match.
         lookup_draft = certain(matches, request.last_two_tokens.device)
@@ -139,7 +140,9 @@ class NGramWithFallback(Drafter):
         if not any(fallback_windows):
             return lookup_draft
 
-        fallback_draft = self.fallback.propose(state.fallback, request, fallback_windows, sampling)
+        fallback_draft = proposed(
+            self.fallback, state.fallback, request, fallback_windows, sampling
+        )
         for row in matched_rows:
             # The target reads the lookup's tokens there, not what the fallback may have drafted.
             state.fallback.truncate_row(row, len(request.texts[row]))

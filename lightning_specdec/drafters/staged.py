@@ -33,6 +33,7 @@ from lightning_specdec.drafters.early_exit import EarlyExitDrafter, ExitState, L
 from lightning_specdec.drafters.layout import pad, with_draft_tokens
 from lightning_specdec.drafters.model import ModelDrafter, ModelDraftState
 from lightning_specdec.drafters.sampling_drafter import empty_draft, fit_vocabulary
+from lightning_specdec.drafters.user_drafts import proposed
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
@@ -352,7 +353,7 @@ class StagedDrafter(Drafter):
             # The larger stage's tokens so far are a draft too.
             committed=request.committed or [len(text) for text in request.texts],
         )
-        return self.smaller.propose(state.smaller, smaller_request, windows, stage_draft.sampling)
+        return proposed(self.smaller, state.smaller, smaller_request, windows, stage_draft.sampling)
 
 
 def _check_stages(stages: Sequence[Drafter]) -> None:

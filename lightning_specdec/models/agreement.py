@@ -159,7 +159,7 @@ def agreement_of(model: LanguageModel) -> Agreement | None:
 
     agreement = measure(model)
     if agreement.holds:
-        log.info(
+        log.debug(
             "calls of all widths agree: logits differ by at most %.1e of their range",
             agreement.difference,
         )

@@ -71,7 +71,8 @@ def load_model(source: str | os.PathLike[str], **options: Any) -> HuggingFaceLM:
         source: a directory that `save_pretrained` wrote, a GGUF file, or a model's name on the Hub.
         options: `dtype` ("bfloat16"; default: from its config, or else float32), `device`
             (default: "cpu"), `quantization` ("int8" or "int4"), `backend` ("openvino" or "auto",
-            see `in_backend`; default: "torch"), `revision` (branch, tag or commit on the Hub),
+            see `in_backend`; default: "torch", which can be trained, while `SpeculativeDecoder`
+            and the command line default to "auto"), `revision` (branch, tag or commit on the Hub),
             `trust_remote_code` (run Python code of the model, which is refused otherwise),
             `adapter` (directory or Hub name of an adapter of PEFT, merged into the weights).
 

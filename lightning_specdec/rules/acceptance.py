@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_specdec.config.decoding import SamplingSettings
 from lightning_specdec.config.kinds import RULES, Choice
-from lightning_specdec.config.settings import NoSettings, setting
+from lightning_specdec.config.settings import (
+    NoSettings,
+    setting,
+    setting_fields,
+    show_settings,
+)
 from lightning_specdec.config.settings import Settings as BaseSettings
 from lightning_specdec.models.base import ExitStates
 from lightning_specdec.rules.sampling import SOFTMAX, Purpose, Sampling, column, draw
@@ -99,7 +105,19 @@ class AcceptanceRule(ABC):
     draft_purpose: ClassVar[Purpose] = Purpose.DRAFT
 
     def __init__(self, *values: Any, **settings: Any) -> None:
-        self.settings = self.Settings.arguments(*values, **settings)
+        name = type(self).__name__
+        unknown_names = settings.keys() - {field.name for field in setting_fields(self.Settings)}
+        sampling_names = {field.name for field in setting_fields(SamplingSettings)}
+        for setting_name in sorted(unknown_names & sampling_names):
+            raise ValueError(
+                f"{name} has no setting {setting_name}: it is an argument of decoding, as "
+                f"decode(..., rule={name}(), {setting_name}={settings[setting_name]!r})"
+            )
+        self.settings = self.Settings.arguments(values, settings, owner=name)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        show_settings(cls)
 
     @abstractmethod
     def judge(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.config.decoding import SamplingSettings
+from lightning_specdec.config.kinds import described
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -148,7 +149,11 @@ class Sampling(SamplingSettings):
         for processor in self.processors:
             scores = processor(prefix, scores)
             if not isinstance(scores, Tensor) or scores.shape != expected_shape:
-                raise ValueError(f"the logits processor {processor} must return scores [1, V]")
+                name = getattr(processor, "__qualname__", type(processor).__qualname__)
+                raise ValueError(
+                    f"the logits processor {name} must return scores {list(expected_shape)}, "
+                    f"got {described(scores)}"
+                )
         return scores
 
     def probs(self, logits: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:

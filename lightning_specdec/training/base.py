@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.checkpoints import checkpoint as checkpoint_file
 from lightning_specdec.config.checks import require_int, require_number
+from lightning_specdec.config.kinds import path_of
 from lightning_specdec.data import Batch, TokenData
 from lightning_specdec.data.base import plain_arguments
 from lightning_specdec.drafters import Drafter
@@ -152,6 +153,11 @@ class SpeculativeTraining(LightningModule, ABC):
                 prog_bar=True,
                 sync_dist=True,
             )
+            self._log_learning_rate()
+
+    def _log_learning_rate(self) -> None:
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.log("train/learning_rate", float(rate), on_step=True, on_epoch=False)
 
     def log_losses(
         self, losses: Mapping[str, Tensor], num_tokens: int | Tensor, *, prog_bar: bool = True
@@ -182,7 +188,22 @@ class SpeculativeTraining(LightningModule, ABC):
         if not isinstance(data, TokenData):
             # Convert the batches of any other data module.
             transfer = data.on_after_batch_transfer
-            data.on_after_batch_transfer = lambda batch, index: Batch.of(transfer(batch, index))
+            data.on_after_batch_transfer = lambda batch, index: self._converted(
+                transfer(batch, index), path_of(type(data))
+            )
+
+    def _converted(self, batch: Any, origin: str) -> Batch:
+        """A batch of a user's data module, checked as far as that does not wait for a GPU."""
+        converted = Batch.of(batch, origin=origin)
+        tokens = converted.tokens
+        if tokens.device.type == "cpu" and tokens.numel():
+            for token in (int(tokens.min()), int(tokens.max())):
+                if not 0 <= token < self.target.vocab_size:
+                    raise ValueError(
+                        f"a batch of {origin} has token {token}, and the models have the tokens "
+                        f"0 to {self.target.vocab_size - 1}"
+                    )
+        return converted
 
     def check_data(self, data: Any) -> None:
         """Raise ValueError for data that these networks cannot learn."""

@@ -16,6 +16,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_specdec.config.activity import Activity, show_activity
+from lightning_specdec.config.terminal import note_output
 from lightning_specdec.training.accumulation import rewind_to_step
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.metrics import SAMPLINGS
@@ -41,17 +43,26 @@ def logged_step(trainer: Trainer) -> int:
 class TensorBoardCurves(TensorBoardLogger):
     """A `TensorBoardLogger` whose tags begin with `train` or `val`.
 
-    The epoch is logged as `train/epoch`, and the HParams tab has no placeholder metric.
+    The epoch is logged as `train/epoch`, the HParams tab has no placeholder metric, and the tab of
+    custom scalars has one chart for all losses.
     """
 
     def __init__(self, save_dir: str = "logs", name: str = "runs") -> None:
         super().__init__(save_dir, name, default_hp_metric=False)
+        self._has_layout = False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         renamed = dict(metrics)
         if "epoch" in renamed:
             renamed["train/epoch"] = renamed.pop("epoch")
         super().log_metrics(renamed, step)
+        if not self._has_layout:
+            # One chart for the losses of target and drafts, in the tab of custom scalars.
+            self._has_layout = True
+            layout = {
+                split: {"losses": ["Multiline", [f"{split}/.*loss"]]} for split in ("train", "val")
+            }
+            self.experiment.add_custom_scalars(layout)
 
 
 def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool = True) -> Tqdm:
@@ -134,7 +145,9 @@ class RunProgressBar(ProgressBar):
         if time_used:
             # Extrapolate the number of steps that the run has time for.
             self._bar.total = max(trainer.global_step, round(trainer.global_step / time_used))
-        self._bar.update(trainer.global_step - self._bar.n)
+        is_printed = self._bar.update(trainer.global_step - self._bar.n)
+        if is_printed:
+            note_output()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._show_metrics(trainer, pl_module)
@@ -190,6 +203,59 @@ class RunProgressBar(ProgressBar):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
+
+
+class ShowActivity(Callback):
+    """Tells the command line's reporter what a run does while no progress bar shows it."""
+
+    def __init__(self) -> None:
+        self._activity: Activity | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        show_activity("training", is_shown_elsewhere=trainer.progress_bar_callback is not None)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        show_activity("finishing")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        show_activity("generating", is_shown_elsewhere=True)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin("validating", trainer.num_val_batches)
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self._advance()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin("testing", trainer.num_test_batches)
+
+    def on_test_batch_end(self, *args: Any) -> None:
+        self._advance()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._end()
+
+    def _begin(self, text: str, num_batches: Sequence[int | float]) -> None:
+        total = sum(num_batches)
+        self._activity = Activity(text, None if math.isinf(total) else int(total), unit="batches")
+        self._activity.__enter__()
+
+    def _advance(self) -> None:
+        if self._activity is not None:
+            self._activity.advance()
+
+    def _end(self) -> None:
+        if self._activity is not None:
+            self._activity.__exit__(None, None, None)
+            self._activity = None
 
 
 class SaveNewest(Callback):

@@ -11,31 +11,37 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch.callbacks
+import lightning.pytorch.loggers
 import yaml
-from jsonargparse import ArgumentError, set_parsing_settings
+from jsonargparse import ArgumentError, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 # YAML can name the classes of these packages once they are imported.
-from lightning_specdec import training as _training  # noqa: F401
+from lightning_specdec import data as _data
+from lightning_specdec import training as _training
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.checks import require_number
-from lightning_specdec.config.kinds import MODELS, search_here
+from lightning_specdec.config.kinds import DRAFTERS, MODELS, search_here
+from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import say
 from lightning_specdec.config.yaml_text import check_yaml
 from lightning_specdec.data import *  # noqa: F403
 from lightning_specdec.data import TokenData
 from lightning_specdec.models.packed import limit_threads
 from lightning_specdec.training.base import SpeculativeTraining
-from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest
+from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest, ShowActivity
 from lightning_specdec.training.final_verdict import final_verdict, next_command
 from lightning_specdec.training.generate import GenerateText
-from lightning_specdec.training.optimizers import TimeLimit
+from lightning_specdec.training.optimizers import TimeLimit, check_start_up
 from lightning_specdec.training.runs import (
     CheckOptimizers,
     RunFiles,
@@ -48,6 +54,8 @@ from lightning_specdec.training.target_outputs import is_sharded
 
 _YAML_OPTIONS = ("--config", "--trainer", "--model", "--data")
 """Options whose values may be YAML files."""
+_UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
+"""What jsonargparse says of a name that is no class of the right type."""
 _SUMMARY = ("loss", "acceptance_rate", "block_efficiency", "walltime_speedup")
 """Metrics that are printed at the end of a run."""
 _SCAFFOLD = re.compile(
@@ -121,9 +129,15 @@ class TrainingCLI(LightningCLI):
         parser.add_argument(
             "--save_seconds", type=float, default=60.0, help="seconds between checkpoints of a run"
         )
+        parser.add_argument(
+            "--name", type=str | None, default=None, help="name of the run's directories"
+        )
 
     def before_instantiate_classes(self) -> None:
         """Pass the data's vocabulary size to drafts by name, as links do for a single draft."""
+        show_activity("loading models and data")
+        self._name_run()
+        self._check_minutes()
         config = self.config[self.subcommand]
         vocab_size = config.get("data.init_args.vocab_size")
         drafts = config.get("model.init_args.drafts") or {}
@@ -143,6 +157,37 @@ class TrainingCLI(LightningCLI):
                     "the data module has no argument vocab_size to size the networks by: give it "
                     "one, or state vocab_size in the init_args of target and draft"
                 )
+
+    def _name_run(self) -> None:
+        """Name the run's directories by `--name`, or by the data that replace the config's.
+
+        So a run of other data never stands among those of the config.
+        """
+        name = self._get(self.config, "name")
+        suffix = _data_name(sys.argv[2:])
+        if name is None and suffix is None:
+            return
+        sections = [*(self._get(self.config, "trainer.callbacks") or [])]
+        logger = self._get(self.config, "trainer.logger")
+        if isinstance(logger, dict | Namespace):
+            sections.append(logger)
+        for section in sections:
+            arguments = section.get("init_args") or {}
+            if arguments.get("dirpath"):
+                directory = Path(arguments["dirpath"])
+                run_name = name or f"{directory.name}_{suffix}"
+                arguments["dirpath"] = str(directory.with_name(run_name))
+            elif "save_dir" in arguments and arguments.get("name"):
+                arguments["name"] = name or f"{arguments['name']}_{suffix}"
+
+    def _check_minutes(self) -> None:
+        """Refuse a new run whose time will be used up before its first step."""
+        if self.subcommand != "fit" or self._get(self.config, "ckpt_path"):
+            return
+        for callback in self._get(self.config, "trainer.callbacks") or []:
+            arguments = callback.get("init_args") or {}
+            if str(callback.get("class_path")).endswith(".TimeLimit") and "minutes" in arguments:
+                check_start_up(arguments["minutes"])
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -185,6 +230,7 @@ class TrainingCLI(LightningCLI):
         directories are claimed.
         """
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        self._add_callback(ShowActivity())
         if subcommand == "generate":
             # The target is loaded and checked when the Trainer starts.
             if not isinstance(self.model, GenerateText):
@@ -286,6 +332,30 @@ class TrainingCLI(LightningCLI):
             say(f"next: {next_command(self.model, seen_from_here(run_directory))}")
 
 
+def _data_name(words: Sequence[str]) -> str | None:
+    """A name for data that the options of a command put in place of a config's; None without any.
+
+    It is that of the file or the directory, or else of the class. A command that names the run's
+    directories itself keeps their names.
+    """
+    option_names = {word.partition("=")[0] for word in words}
+    has_config = "--config" in option_names
+    if not has_config or any(name.endswith("dirpath") for name in option_names):
+        return None
+
+    name = None
+    for word, next_word in pairwise([*words, ""]):
+        option, separator, joined_value = word.partition("=")
+        value = joined_value if separator else next_word
+        if option in ("--data.path", "--data.paths"):
+            path_words = re.findall(r"\w+", re.sub(r"\.\w+$", "", value))
+            if path_words:
+                return path_words[-1]
+        elif option in ("--data", "--data.class_path") and not value.endswith((".yaml", ".yml")):
+            name = value.rpartition(".")[2]
+    return name if name and name.isidentifier() else None
+
+
 def prepare(arguments: list[str]) -> None:
     """Check the YAML files of a command line, and import the classes that it names.
 
@@ -319,16 +389,66 @@ def one_line(report: str) -> str:
         if reason and not _SCAFFOLD.match(reason):
             reasons[reason] = None
     text = "; ".join(reasons) or " ".join(report.split())
+    text = _UNKNOWN_CLASS.sub(_describe_unknown_class, text)
     if keys:
         return f"{'.'.join(keys)}: {text}"
     return text
 
 
+def _describe_unknown_class(match: re.Match[str]) -> str:
+    """The message about a name that is neither a known class nor an import path."""
+    name = match[1]
+    advice = nearest(name, _known_classes()) or ": give an import path, for example my_data.MyData"
+    return f"there is no class {name!r}{advice}"
+
+
+def _known_classes() -> dict[str, type]:
+    """The classes that YAML can name without an import path, by name."""
+    modules = [_training, _data, lightning.pytorch.callbacks, lightning.pytorch.loggers]
+    classes: dict[str, type] = {}
+    for module in modules:
+        for name in getattr(module, "__all__", dir(module)):
+            value = getattr(module, name)
+            if isinstance(value, type) and not name.startswith("_"):
+                classes[name] = value
+    for registry in (MODELS, DRAFTERS):
+        for name in registry:
+            classes[name] = registry.load(name)
+    return classes
+
+
+def _known_arguments(command: Sequence[str], *, of_data: bool) -> list[str]:
+    """The arguments of all classes that a command or one of its YAML files names.
+
+    Args:
+        of_data: whether to look at data modules, and not at all other classes.
+    """
+    texts = list(command)
+    for word in command:
+        path = Path(word.rpartition("=")[2])
+        if path.suffix in (".yaml", ".yml") and path.is_file():
+            texts.append(path.read_text(encoding="utf-8", errors="replace"))
+    names: list[str] = []
+    for name, known_class in _known_classes().items():
+        is_data = issubclass(known_class, LightningDataModule)
+        is_named = any(re.search(rf"\b{name}\b", text) for text in texts)
+        if is_named and is_data == of_data:
+            for base in known_class.__mro__:
+                # `**options` of a class are arguments of its bases.
+                if "__init__" in vars(base) and base is not object:
+                    names += inspect.signature(base).parameters
+    return names
+
+
 def _advice(report: str) -> str:
     """Return a suggestion for an unknown option, or for a verb without a config."""
+    unknown_argument = re.search(r"Option '([\w.]+)' is not accepted", report)
+    if unknown_argument:
+        of_data = 'Parser key "data' in report
+        return nearest(unknown_argument[1], _known_arguments(sys.argv[2:], of_data=of_data))
     if "arguments are required" in report:
         example = "smollm2_generate" if sys.argv[1] == "generate" else "rnn"
-        return f": give --config FILE, as configs/{example}.yaml"
+        return f": give --config FILE, for example configs/{example}.yaml"
     unknown_option = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", report)
     if not unknown_option:
         return ""

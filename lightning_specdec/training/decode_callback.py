@@ -20,6 +20,8 @@ from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.callbacks import logged_step, tensorboards
 from lightning_specdec.training.target_outputs import is_sharded
 
+NUM_TIMED_TOKENS = 8
+"""New tokens that are decoded to estimate how long a validation takes."""
 MEASURED = frozenset(("acceptance_rate", "block_efficiency"))
 """Metrics that are measured, and whose estimates are therefore renamed."""
 
@@ -69,6 +71,21 @@ class DecodeHeldOut(Callback):
                 metrics = self._measure(trainer, module)
         metrics = trainer.strategy.broadcast(metrics, src=0)
         module.log_dict({f"val/{name}": value for name, value in metrics.items()}, sync_dist=True)
+
+    def estimated_seconds(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        """How long a validation will decode, measured on a few tokens of the first prompt."""
+        module = cast("SpeculativeTraining", pl_module)
+        if not (trainer.is_global_zero or is_sharded(trainer)):
+            return 0.0
+        prompts = self._prompts(trainer)[:1]
+        num_tokens = min(NUM_TIMED_TOKENS, self.max_new_tokens)
+        config = DecodingConfig(num_draft_tokens=module.num_draft_tokens, max_new_tokens=num_tokens)
+        module.eval()
+        with torch.autocast(module.device.type, enabled=False):
+            measured = compare_once(module.target, module.drafter, prompts, config)
+        module.train()
+        seconds = measured.result.seconds + measured.standard_result.seconds
+        return seconds * self.num_prompts * self.max_new_tokens / num_tokens
 
     def _measure(self, trainer: Trainer, module: SpeculativeTraining) -> dict[str, float]:
         """Decode each prompt by both methods, which take turns after every few rounds."""

@@ -387,7 +387,6 @@ class DistillationTraining(SpeculativeTraining):
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        self.log("train/learning_rate", rate, sync_dist=True)
 
     def _scheduled_rate(self) -> float:
         """The learning rate of this optimizer step."""

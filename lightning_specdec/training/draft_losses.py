@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_specdec.config.kinds import described, is_user_class, path_of
 from lightning_specdec.data import IGNORED
 
 if TYPE_CHECKING:
@@ -72,7 +73,23 @@ class DraftLoss(ABC):
         log_draft = draft_logits.float().log_softmax(-1)
         # The difference of two large logits may overflow to -inf.
         log_draft = log_draft.clamp(min=torch.finfo(torch.float32).min)
-        return self.values(log_draft, target_log_probs.float(), labels)
+        losses = self.values(log_draft, target_log_probs.float(), labels)
+        if is_user_class(type(self)):
+            self._check(losses, labels)
+        return losses
+
+    def _check(self, losses: object, labels: Tensor) -> None:
+        """Raise ValueError unless a user's loss returned a differentiable value per position."""
+        where = f"{path_of(type(self))}.values"
+        if not isinstance(losses, Tensor) or losses.shape != labels.shape:
+            raise ValueError(
+                f"{where} must return one loss for each position, {list(labels.shape)}, "
+                f"got {described(losses)}"
+            )
+        if torch.is_grad_enabled() and not losses.requires_grad:
+            raise ValueError(
+                f"{where} must return losses that are differentiable by log_draft, got constants"
+            )
 
 
 class CrossEntropy(DraftLoss):

@@ -16,6 +16,7 @@ import torch
 
 from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.memory import available_bytes
+from lightning_specdec.config.settings import nearest
 from lightning_specdec.data.corpus import MANIFEST, read_manifest, shipped_corpora
 from lightning_specdec.models.adapters import find_adapter
 from lightning_specdec.models.safetensors_file import single_file_sha256, weights_sha256
@@ -78,7 +79,8 @@ def config_for(
         FileNotFoundError, ValueError: the recipe does not support this target or this text.
     """
     if recipe not in RECIPES:
-        raise ValueError(f"there is no recipe {recipe!r}: give one of {', '.join(RECIPES)}")
+        advice = nearest(recipe, RECIPES) or f": give one of {', '.join(RECIPES)}"
+        raise ValueError(f"there is no recipe {recipe!r}{advice}")
     training_class, recipe_arguments = RECIPES[recipe]
     shape = TargetShape.of(target)
 
@@ -166,7 +168,8 @@ def _trainer_arguments(
     return {
         **duration,
         "gradient_clip_val": 1.0,
-        "num_sanity_val_steps": 0,
+        # A run of a given time measures a batch, to leave time for the last validation.
+        "num_sanity_val_steps": 0 if minutes is None else 1,
         "enable_model_summary": False,
         "logger": _section("TensorBoardCurves", name=run_name),
         "callbacks": callbacks,

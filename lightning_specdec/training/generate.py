@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,7 @@ class GenerateText(LightningModule):
         self.manifest: dict[str, Any] = {}
         self.endpoint: Endpoint | None = None
         self._server = ExitStack()
+        self._lock_descriptor: int | None = None
 
     # --- before the first shard ---
 
@@ -254,7 +257,8 @@ class GenerateText(LightningModule):
         """Create the directory, or continue an existing one; the first process does it for all.
 
         Raises:
-            ValueError: the directory contains another run's text, or the engine does not start.
+            ValueError: the directory contains another run's text, another run writes to it, or the
+                engine does not start.
         """
         continues = (self.output / corpus.MANIFEST).exists()
         if continues:
@@ -266,8 +270,29 @@ class GenerateText(LightningModule):
             self.endpoint = self._start_engine(self.engine)
 
         if self.trainer.is_global_zero:
-            self._prepare_directory(continues)
+            self._lock_directory()
+            with self._unlocked_on_failure():
+                self._prepare_directory(continues)
         self.trainer.strategy.barrier("the manifest is written")
+
+    def _lock_directory(self) -> None:
+        """Keep other runs from writing to the directory until this one ends."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.output, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise ValueError(
+                f"another run writes to {self.output}: wait until it ends, or give another "
+                "model.output"
+            ) from error
+        self._lock_descriptor = descriptor
+
+    def _unlock_directory(self) -> None:
+        if self._lock_descriptor is not None:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = None
 
     def _prepare_directory(self, continues: bool) -> None:
         """Write the manifest, or remove what a killed run has left unfinished."""
@@ -299,6 +324,16 @@ class GenerateText(LightningModule):
 
     def teardown(self, stage: str) -> None:
         self._server.close()
+        self._unlock_directory()
+
+    @contextmanager
+    def _unlocked_on_failure(self) -> Iterator[None]:
+        """Unlock the directory if a step fails: the Trainer then calls no `teardown`."""
+        try:
+            yield
+        except BaseException:
+            self._unlock_directory()
+            raise
 
     # --- the shards ---
 
@@ -315,7 +350,8 @@ class GenerateText(LightningModule):
             for i, prompt in enumerate(shard.prompts):
                 row_number = (shard.first + i) * len(self.samplings) + sampling_index
                 prompts[row_number] = prompt
-            new_tokens.update(self._continue_all(prompts, sampling))
+            with self._unlocked_on_failure():
+                new_tokens.update(self._continue_all(prompts, sampling))
 
         rows = []
         for row_number in sorted(new_tokens):

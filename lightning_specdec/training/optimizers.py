@@ -22,7 +22,13 @@ from lightning_specdec.config.checks import require_number
 BETAS = (0.9, 0.95)
 """Decay rates of AdamW's moments."""
 TRAINING_SHARE = 0.92
-"""The part of a run's time after which training ends, to leave time for the last validation."""
+"""The part of a run's time after which training ends if the last validation cannot be measured."""
+SAVE_SECONDS = 1.0
+"""Time to write the last checkpoint."""
+
+
+START_UP_FACTOR = 2.0
+"""The time until the first step, at least, as a multiple of that until libraries are imported."""
 
 
 class MuonAdamW(Optimizer):
@@ -128,22 +134,75 @@ class TimeLimit(Timer):
     def __init__(self, minutes: float) -> None:
         self.minutes = require_number("minutes", minutes, low=0.0, high=1e6, low_open=True)
         super().__init__(timedelta(minutes=TRAINING_SHARE * minutes), verbose=False)
+        self._reserved_seconds = 60 * minutes * (1 - TRAINING_SHARE)
+        self._validation_batch_seconds: float | None = None
+        self._step_start = 0.0
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        num_batches = sum(trainer.num_sanity_val_batches)
+        if num_batches:
+            seconds = self.time_elapsed(RunningStage.VALIDATING)
+            self._validation_batch_seconds = seconds / num_batches
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_time[RunningStage.TRAINING] = self.began
-        remaining = self.time_remaining() or 0
-        if remaining <= 0:
+        if self._validation_batch_seconds is not None:
+            seconds = self._validation_seconds(trainer, pl_module)
+            self._reserve(trainer.strategy.broadcast(seconds))
+        if (self.time_remaining() or 0) <= 0:
             elapsed = self.time_elapsed()
+            needed = elapsed + self._reserved_seconds
             raise ValueError(
                 f"--minutes {self.minutes:g} is too short: {elapsed:.0f} s passed before the first "
-                f"step, give --minutes {math.ceil(elapsed / 30)} or more"
+                f"step, and the last validation takes about {self._reserved_seconds:.0f} s: give "
+                f"--minutes {math.ceil(needed / 30)} or more"
             )
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._step_start = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **options: Any) -> None:
+        # The next step will take as long as this one.
+        self._reserve(self._reserved_seconds, time.monotonic() - self._step_start)
+        super().on_train_batch_end(trainer, *args, **options)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         if not trainer.sanity_checking:
             # The next validation will take as long as those so far.
-            self._duration = 60 * self.minutes - self.time_elapsed(RunningStage.VALIDATING)
+            self._reserve(self.time_elapsed(RunningStage.VALIDATING) + SAVE_SECONDS)
+
+    def _validation_seconds(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        """Estimate the time of the last validation: its batches, and texts that it decodes."""
+        assert self._validation_batch_seconds is not None
+        num_batches = sum(trainer.num_val_batches)
+        seconds = SAVE_SECONDS
+        if math.isfinite(num_batches):
+            seconds += self._validation_batch_seconds * num_batches
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if hasattr(callback, "estimated_seconds"):
+                seconds += callback.estimated_seconds(trainer, pl_module)
+        return seconds
+
+    def _reserve(self, validation_seconds: float, step_seconds: float = 0.0) -> None:
+        """End the training so early that there is time for these."""
+        self._reserved_seconds = validation_seconds
+        self._duration = 60 * self.minutes - validation_seconds - step_seconds
+
+
+def check_start_up(minutes: float) -> None:
+    """Raise ValueError if a run of this time cannot succeed, judging by what has passed so far.
+
+    Called once the libraries are imported. Loading the target and preparing the text follow, which
+    take about as long again.
+    """
+    elapsed = time.monotonic() - TimeLimit.began
+    if 60 * minutes < START_UP_FACTOR * elapsed:
+        raise ValueError(
+            f"--minutes {minutes:g} is too short: starting up took {elapsed:.0f} s so far, give "
+            f"--minutes {math.ceil(START_UP_FACTOR * elapsed / 60) + 1} or more"
+        )
 
 
 def timers(trainer: Trainer) -> list[Timer]:

@@ -26,6 +26,8 @@ from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.optimizers import time_left, timers
 
 _USE_SAME_CONFIG = "give the config and the --data options that it was trained with"
+_MOST_VERSIONS = 20
+"""Versions of a run that are searched for a checkpoint that fits, the newest first."""
 _MOST_DIFFERENCES = 3
 """Differences that an error message lists."""
 
@@ -272,7 +274,36 @@ def _check_shapes(
         return
     names = shapes.keys() | model_shapes.keys()
     name = min(name for name in names if shapes.get(name) != model_shapes.get(name))
-    raise ValueError(f"{path} has networks of other shapes ({name[:80]}): {_USE_SAME_CONFIG}")
+    sizes = (
+        f"{name[:80]} is {_size(shapes.get(name))} there and {_size(model_shapes.get(name))} here"
+    )
+    fitting_path = _fitting_version(Path(path), model_shapes)
+    advice = _USE_SAME_CONFIG
+    if fitting_path is not None:
+        advice = f"give --ckpt_path {fitting_path}, which fits, or {_USE_SAME_CONFIG}"
+    raise ValueError(f"{path} has networks of other sizes ({sizes}): {advice}")
+
+
+def _size(shape: torch.Size | None) -> str:
+    return "missing" if shape is None else str(list(shape))
+
+
+def _fitting_version(path: Path, model_shapes: Mapping[str, torch.Size]) -> str | None:
+    """A checkpoint of this name in another version of the run whose weights have these shapes."""
+    if not path.parent.name.startswith("version_"):
+        return None
+    runs_directory = path.parent.parent
+    for number in runs.versions(runs_directory)[:_MOST_VERSIONS]:
+        candidate = runs_directory / f"version_{number}" / path.name
+        if candidate.resolve() == path.resolve() or not candidate.is_file():
+            continue
+        try:
+            weights = archive.read_weights(candidate)["state_dict"]
+        except (OSError, ValueError):
+            continue  # A damaged file is not a better choice.
+        if {name: tensor.shape for name, tensor in weights.items()} == model_shapes:
+            return seen_from_here(candidate)
+    return None
 
 
 def _is_resumable(content: Mapping[str, Any], trainer: Trainer, model: LightningModule) -> bool:

@@ -1,0 +1,84 @@
+"""A run of given minutes leaves time for its last validation, as measured, and for a step."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.trainer.states import RunningStage
+
+from lightning_specdec.training import TimeLimit
+from lightning_specdec.training.optimizers import (
+    SAVE_SECONDS,
+    START_UP_FACTOR,
+    check_start_up,
+)
+
+BATCH_SECONDS = 2.0
+NUM_BATCHES = 10
+DECODE_SECONDS = 12.0
+VALIDATION_SECONDS = BATCH_SECONDS * NUM_BATCHES + DECODE_SECONDS + SAVE_SECONDS
+
+
+def fake_trainer() -> Any:
+    decoding = SimpleNamespace(estimated_seconds=lambda trainer, module: DECODE_SECONDS)
+    return SimpleNamespace(
+        num_sanity_val_batches=[1],
+        num_val_batches=[NUM_BATCHES],
+        callbacks=[object(), decoding],
+        strategy=SimpleNamespace(broadcast=lambda value: value),
+        sanity_checking=False,
+        should_stop=False,
+    )
+
+
+def started(minutes: float, start_up_seconds: float, monkeypatch: pytest.MonkeyPatch) -> TimeLimit:
+    """A limit that has measured a validation batch, at the beginning of the training."""
+    monkeypatch.setattr(TimeLimit, "began", time.monotonic() - start_up_seconds)
+    limit = TimeLimit(minutes)
+    limit._start_time[RunningStage.VALIDATING] = 0.0
+    limit._end_time[RunningStage.VALIDATING] = BATCH_SECONDS
+    limit.on_sanity_check_end(fake_trainer(), None)  # type: ignore[arg-type]
+    limit.on_train_start(fake_trainer(), None)  # type: ignore[arg-type]
+    return limit
+
+
+def test_the_last_validation_and_a_step_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = started(2.0, 5.0, monkeypatch)
+    expected = 120 - 5 - VALIDATION_SECONDS
+    assert limit.time_remaining() == pytest.approx(expected, abs=2)
+
+    limit._step_start = time.monotonic() - 3
+    trainer = fake_trainer()
+    limit.on_train_batch_end(trainer)
+    assert limit.time_remaining() == pytest.approx(expected - 3, abs=2)
+    assert not trainer.should_stop
+
+    # A validation that took longer than estimated counts from then on.
+    limit._start_time[RunningStage.VALIDATING] = 0.0
+    limit.on_validation_start(trainer, None)  # type: ignore[arg-type]
+    limit._start_time[RunningStage.VALIDATING] = time.monotonic() - 50
+    limit.on_validation_end(trainer, None)  # type: ignore[arg-type]
+    assert limit.time_remaining() == pytest.approx(120 - 5 - 50 - SAVE_SECONDS, abs=2)
+
+
+def test_too_little_time_says_how_much_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = (
+        r"--minutes 1 is too short: 40 s passed before the first step, and the last validation "
+        r"takes about 33 s: give --minutes 3 or more"
+    )
+    with pytest.raises(ValueError, match=message):
+        started(1.0, 40.0, monkeypatch)
+
+
+def test_a_time_that_start_up_uses_is_refused_before_models_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TimeLimit, "began", time.monotonic() - 40)
+    check_start_up(2.0)
+    needed = START_UP_FACTOR * 40
+    assert needed > 60
+    with pytest.raises(ValueError, match="starting up took 40 s so far, give --minutes 3 or more"):
+        check_start_up(1.0)
