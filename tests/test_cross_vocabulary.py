@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import cases
+import exact_rounds as exact
 import pytest
-import test_distribution as exact
 import torch
 from test_states import assert_close
 from tiny_vocabularies import PAIRS, Renamed, letters, other_letters
@@ -166,64 +166,54 @@ def round_of(drafter: CrossVocabulary, uniform: Tensor, sampling: Sampling) -> D
     request = DraftRequest(prompts, last_two_tokens, uniform, vocab_size=exact.VOCAB)
     state = drafter.init_state(num_rows, 8)
     with torch.inference_mode():
-        return drafter.propose(state, request, [exact.WINDOW] * num_rows, sampling)
+        return drafter.propose(state, request, [exact.NUM_DRAFT_TOKENS] * num_rows, sampling)
 
 
-@pytest.mark.parametrize("sampling", ["t1", "cold", "top_k", "top_p"])
+@pytest.mark.parametrize("sampling_name", ["t1", "cold", "top_k", "top_p"])
 def test_a_round_through_the_intersection_has_exactly_the_targets_distribution(
-    sampling: str,
+    sampling_name: str,
 ) -> None:
-    """Sum over all drafts and outcomes.
-
-    The drafter's own code decides which numbers draw a token.
-    """
+    """Summed over all drafts and outcomes, with draft tokens that the drafter's own code draws."""
     model, drafter = small_pair()
-    settings = exact.SAMPLINGS[sampling]
-    num_rows = len(exact.DRAFTS)
-    tokens = torch.tensor(exact.DRAFTS)
-    uniform_numbers = torch.zeros(num_rows, exact.WINDOW)
-    draft_chances = torch.ones(num_rows, dtype=torch.float64)
-    for position in range(exact.WINDOW):
+    sampling = exact.SAMPLINGS[sampling_name]
+    num_drafts = len(exact.DRAFTS)
+    draft_tokens = torch.tensor(exact.DRAFTS)
 
-        def token_of(uniform: Tensor, position: int = position) -> Tensor:
-            drawn = uniform_numbers.clone()
-            drawn[:, position] = uniform
-            return round_of(drafter, drawn, settings).tokens[:, position]
+    # Find uniform numbers that draw each draft, position by position, and its probability.
+    draft_uniform = torch.zeros(num_drafts, exact.NUM_DRAFT_TOKENS)
+    draft_probs = torch.ones(num_drafts, dtype=torch.float64)
+    for position in range(exact.NUM_DRAFT_TOKENS):
 
-        # Each token is drawn by an interval of numbers. Use its middle, and multiply its size.
-        interval_ends = exact.token_ends(token_of, num_rows)
-        token_index = tokens[:, position : position + 1]
-        sizes = exact.sizes(interval_ends).gather(1, token_index)[:, 0]
+        def draw_tokens(uniform: Tensor, position: int = position) -> Tensor:
+            all_uniform = draft_uniform.clone()
+            all_uniform[:, position] = uniform
+            return round_of(drafter, all_uniform, sampling).tokens[:, position]
+
+        interval_ends = exact.interval_ends(draw_tokens, num_drafts)
+        token_index = draft_tokens[:, position : position + 1]
+        sizes = exact.interval_sizes(interval_ends).gather(1, token_index)[:, 0]
         middles = interval_ends.gather(1, token_index)[:, 0] - sizes / 2
-        uniform_numbers[:, position] = middles.clamp(max=1 - 1e-6).float()
-        draft_chances *= sizes
+        draft_uniform[:, position] = middles.clamp(max=1 - 1e-6).float()
+        draft_probs *= sizes
 
-    is_possible = draft_chances > 0
-    draft = round_of(drafter, uniform_numbers, settings)
-    assert draft.probs is not None
-    assert draft.tokens[is_possible].tolist() == tokens[is_possible].tolist()
+    is_possible = draft_probs > 0
+    draft = round_of(drafter, draft_uniform, sampling)
+    assert draft.tokens[is_possible].tolist() == draft_tokens[is_possible].tolist()
     assert 1 < int(is_possible.sum()) <= 4, "the draft does not have the letter c"
+
     with torch.no_grad():
-        texts = torch.tensor([[2, 0, 1, *draft_tokens] for draft_tokens in exact.DRAFTS])
-        logits = model(texts).logits[:, 2:]
+        texts = torch.tensor([[2, 0, 1, *tokens] for tokens in exact.DRAFTS])
+        target_logits = model(texts).logits[:, 2:]
+    measured = exact.MeasuredRule(RejectionSampling(), sampling, target_logits, draft.probs)
+    round_probs = measured.round_probs(draft_probs)
+    assert sum(round_probs.values()) == pytest.approx(1, abs=exact.TOLERANCE)
 
-    # A softmax does not change the logarithms of probabilities.
-    reported = exact.Proposal(Sampling(1.0), Sampling(1.0))
-    measured = exact.Measured(
-        RejectionSampling(), logits, draft.probs.log(), settings, reported, exact.WINDOW
-    )
-    law = measured.law(draft_chances)
-    assert sum(law.values()) == pytest.approx(1, abs=exact.TOLERANCE)
-
-    prefix_logits = {}
-    for row, draft_tokens in enumerate(exact.DRAFTS):
-        for length in range(3):
-            prefix_logits[draft_tokens[:length]] = logits[row, length]
-    target_probs = {}
-    for prefix, row_logits in prefix_logits.items():
-        target_probs[prefix] = settings.probs(row_logits).double()
-    block_probs = exact.block_probs(prefix_logits, settings)
-    assert exact.error_of(law, target_probs, block_probs) < exact.TOLERANCE
+    logits_after = {}
+    for row, draft_text in enumerate(exact.DRAFTS):
+        for length in range(exact.NUM_POSITIONS):
+            logits_after[draft_text[:length]] = target_logits[row, length]
+    target_probs = exact.sampled_probs(logits_after, sampling)
+    assert exact.largest_error(round_probs, target_probs) < exact.TOLERANCE
 
 
 LACKING = [token for token in range(cases.VOCAB) if (ord("a") + token) % 4 == 0]

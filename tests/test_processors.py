@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import cases
+import exact_rounds as exact
 import pytest
-import test_distribution as exact
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as theirs
@@ -212,29 +212,24 @@ def test_a_round_with_processors_has_exactly_the_processed_targets_distribution(
 ) -> None:
     processed = replace(exact.SAMPLINGS[sampling], processors=(processor,))
     prompt = [1, 1, 0]
-    target = exact.world(1)
-    draft = exact.world(101)
     texts = [prompt] * len(exact.DRAFTS)
     drafts = [list(tokens) for tokens in exact.DRAFTS]
-    target_logits = processed.process(exact.along(target, exact.WINDOW + 1), texts, drafts)
     draft_prefixes = [tokens[:-1] for tokens in drafts]
-    draft_logits = processed.process(exact.along(draft, exact.WINDOW), texts, draft_prefixes)
-    measured = exact.Measured(
-        RejectionSampling(),
-        target_logits,
-        draft_logits,
-        processed,
-        exact.Proposal(processed, processed),
-        exact.WINDOW,
-    )
-    law = measured.law(exact.guess_probs(processed, draft_logits))
-    by_definition = {
-        prefix: processor(torch.tensor([[*prompt, *prefix]]), logits[None])[0]
-        for prefix, logits in target.items()
-    }
-    expected = exact.block_probs(by_definition, processed)
-    probs = {prefix: processed.probs(logits).double() for prefix, logits in by_definition.items()}
-    assert exact.error_of(law, probs, expected) < exact.TOLERANCE
+    target_logits = processed.process(exact.TARGET_LOGITS, texts, drafts)
+    draft_logits = processed.process(exact.DRAFT_LOGITS, texts, draft_prefixes)
+
+    reported_probs = processed.probs(draft_logits)
+    measured = exact.MeasuredRule(RejectionSampling(), processed, target_logits, reported_probs)
+    draft_probs = exact.measure_draft_probs(processed, draft_logits)
+    round_probs = measured.round_probs(draft_probs)
+
+    # The definition: the processor is called on each text and its next scores.
+    processed_target = {}
+    for text, logits in exact.TARGET.items():
+        whole_text = torch.tensor([[*prompt, *text]])
+        processed_target[text] = processor(whole_text, logits[None])[0]
+    target_probs = exact.sampled_probs(processed_target, processed)
+    assert exact.largest_error(round_probs, target_probs) < exact.TOLERANCE
 
 
 def test_a_processor_that_cannot_be_called_is_refused() -> None:

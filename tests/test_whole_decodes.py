@@ -19,7 +19,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from test_distribution import BonusFromDraft, NoResidual
+from exact_rounds import BonusFromDraft, NoResidual
 
 from lightning_specdec.decoding import (
     AdaptiveWindow,
