@@ -36,11 +36,11 @@ TENSOR_FACTORIES = (
 @pytest.fixture(autouse=True)
 def _shapes(request: pytest.FixtureRequest) -> None:
     """Check shapes in some tests, chosen by name, or in all of them."""
-    import jaxtyping
+    import shape_checker
 
     is_chosen = crc32(request.node.nodeid.encode()) % SHAPE_CHECK_SHARE == 0
     checks_all = request.config.getoption("shapes") == "all"
-    jaxtyping.config.update("jaxtyping_disable", not (is_chosen or checks_all))
+    shape_checker.begin_test(is_checked=is_chosen or checks_all)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Order the tests, and skip those on the real model unless they are requested.
 
     Tests of the trained run come late, when it is trained. OpenVINO's come last: a process that
-    used it can crash when it is forked and the fork is message to stop.
+    used it can crash when it is forked and the fork receives a signal.
     """
 
     def runs_late(item: Any) -> tuple[bool, bool]:
