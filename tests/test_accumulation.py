@@ -120,7 +120,8 @@ def test_accumulated_batches_of_different_lengths_train_as_one_large_batch(
     """Of 16 rows the last optimizer step has four: two of three batches."""
     weights, losses = trained_weights(recipe, 6, **clipping)
     accumulated, step_losses = trained_weights(recipe, 2, accumulate_grad_batches=3, **clipping)
-    assert len(losses) == 3 and step_losses == pytest.approx(losses, rel=1e-5)
+    assert len(losses) == 3
+    assert step_losses == pytest.approx(losses, rel=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(accumulated[name], weight, rtol=1e-5, atol=1e-6)
 
@@ -138,7 +139,8 @@ def train_in_two_processes(
             os.environ.update(
                 {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             )
-            signal.alarm(100)  # ends a process that waits for a collective of the other one
+            # End a process that waits for a collective operation of the other one.
+            signal.alarm(100)
             code = 1
             try:
                 result = trained_weights(recipe, batch_size, devices=2, strategy="ddp", **options)
@@ -242,6 +244,14 @@ def train(module: InterruptedTraining, directory: Path, **options: Any) -> None:
     assert trainer.global_step == 6
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> InterruptedTraining:
+    """A run of two epochs that does not stop."""
+    module = InterruptedTraining("never", 0)
+    train(module, tmp_path_factory.mktemp("uninterrupted"))
+    return module
+
+
 @pytest.mark.parametrize(
     ("moment", "batch_to_stop"),
     [
@@ -251,16 +261,12 @@ def train(module: InterruptedTraining, directory: Path, **options: Any) -> None:
     ],
 )
 def test_a_run_that_stops_between_the_batches_of_a_step_resumes_at_the_first_of_them(
-    moment: str, batch_to_stop: int, tmp_path: Path
+    moment: str, batch_to_stop: int, uninterrupted: InterruptedTraining, tmp_path: Path
 ) -> None:
-    uninterrupted = InterruptedTraining(moment, 0)
-    train(uninterrupted, tmp_path / "uninterrupted")
-
-    halves = tmp_path / "halves"
     with pytest.raises(InterruptedRunError):
-        train(InterruptedTraining(moment, batch_to_stop), halves)
+        train(InterruptedTraining(moment, batch_to_stop), tmp_path)
     resumed = InterruptedTraining(moment, 0)
-    train(resumed, halves, ckpt_path=str(halves / "last.ckpt"), weights_only=True)
+    train(resumed, tmp_path, ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
 
     # The same validations, and none twice.
     num_validations = len(resumed.validated)

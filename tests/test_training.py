@@ -25,7 +25,17 @@ from families import tiny
 from lightning.pytorch import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
-from training_fixtures import CONFIGS, EPOCHS, RNN_CONFIG, TrainedRun, shipped_run, shrunk, verb
+from training_fixtures import (
+    CONFIGS,
+    EPOCHS,
+    FIT,
+    NO_LOGGER,
+    TEN_STEPS,
+    TrainedRun,
+    shipped_run,
+    shrunk,
+    verb,
+)
 
 from lightning_specdec.checkpoints import checkpoint, runs
 from lightning_specdec.data import ArithmeticProgressions, PromptSource, QuadraticProgressions
@@ -123,14 +133,18 @@ def test_a_strangers_checkpoint_deletes_nothing(
     shutil.copy(shipped_run.best, precious)
     content = torch.load(shipped_run.last, weights_only=True)
     for victim in (str(precious), "checkpoints/rnn/../../precious.ckpt"):
-        (state,) = (state for name, state in content["callbacks"].items() if "val/loss" in name)
+        (name,) = (name for name in content["callbacks"] if "val/loss" in name)
+        state = content["callbacks"][name]
         state.pop("dirpath", None)
-        state |= {"best_k_models": {victim: torch.tensor(99.0)}, "kth_value": torch.tensor(99.0)}
-        state |= {
-            "kth_best_model_path": victim,
-            "best_model_path": victim,
-            "best_model_score": torch.tensor(99.0),
-        }
+        state.update(
+            {
+                "best_k_models": {victim: torch.tensor(99.0)},
+                "kth_value": torch.tensor(99.0),
+                "kth_best_model_path": victim,
+                "best_model_path": victim,
+                "best_model_score": torch.tensor(99.0),
+            }
+        )
         torch.save(content, tmp_path / "stranger.ckpt")
         options = ["--ckpt_path", "stranger.ckpt", "--trainer.max_epochs", str(EPOCHS + 2)]
         verb(monkeypatch, tmp_path, "fit", *options)
@@ -142,33 +156,35 @@ def test_every_shipped_config_is_parsed_and_built(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    generates = "class_path: GenerateText" in config.read_text()
-    if (
-        "target_checkpoint: checkpoints/smollm2" in config.read_text()
-    ):  # built on a tiny target by `fit_shipped`
-        monkeypatch.setattr(
-            sys, "argv", ["lightning_specdec", "fit", "--config", str(config), "--print_config"]
-        )
+    text = config.read_text()
+
+    def run_verb(verb: str, *options: str) -> None:
+        command = ["lightning_specdec", verb, "--config", str(config), *options]
+        monkeypatch.setattr(sys, "argv", command)
+        run()
+
+    if "target_checkpoint: checkpoints/smollm2" in text:
+        # `fit_shipped` trains these on a tiny target.
         with pytest.raises(SystemExit, match="0"):
-            run()
+            run_verb("fit", "--print_config")
         return
-    options = [
-        "--trainer.max_epochs",
-        "0",
-        "--trainer.accelerator",
-        "cpu",
-        "--trainer.logger",
-        "false",
-    ]
-    verb = "generate" if generates else "fit"
-    monkeypatch.setattr(sys, "argv", ["lightning_specdec", verb, "--config", str(config), *options])
-    started: list[object] = []
-    if generates:  # its target is a real model, which starting would load
-        monkeypatch.setattr(
-            CliTrainer, "predict", lambda *_, **given: started.append(given["datamodule"])
-        )
-    run()
-    assert [isinstance(data, PromptSource) for data in started] == [True] * generates
+
+    short_run = ("--trainer.max_epochs", "0", "--trainer.accelerator", "cpu", *NO_LOGGER)
+    if "class_path: GenerateText" in text:
+        # The target is a real model, which the prediction would load.
+        prompt_sources: list[object] = []
+
+        def record(
+            trainer: CliTrainer, *arguments: Any, datamodule: object, **options: Any
+        ) -> None:
+            prompt_sources.append(datamodule)
+
+        monkeypatch.setattr(CliTrainer, "predict", record)
+        run_verb("generate", *short_run)
+        (prompt_source,) = prompt_sources
+        assert isinstance(prompt_source, PromptSource)
+    else:
+        run_verb("fit", *short_run)
 
 
 @pytest.mark.parametrize(
@@ -288,15 +304,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit_command = (
-        "fit",
-        "--config",
-        str(RNN_CONFIG),
-        "--trainer.accelerator",
-        "cpu",
-        "--trainer.logger",
-        "false",
-    )
+    fit_command = (*FIT, *NO_LOGGER, *TEN_STEPS)
     succeed(*fit_command, "--trainer.max_epochs", "1")
     last_path = tmp_path / "checkpoints/rnn/version_0/last.ckpt"
     content = last_path.read_bytes()
@@ -306,7 +314,8 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_from_before(
         outcome = call(*fit_command, "--trainer.max_epochs", "2", "--ckpt_path", "last")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert outcome.code == 2 and "Traceback" not in outcome.err
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
     error_line = outcome.err.splitlines()[-1]
     assert error_line.startswith("error: ")
     assert "last.ckpt" in error_line
@@ -319,15 +328,7 @@ def test_a_disk_that_fills_under_tensorboard_is_one_line_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit_command = (
-        "fit",
-        "--config",
-        str(RNN_CONFIG),
-        "--trainer.accelerator",
-        "cpu",
-        "--trainer.max_epochs",
-        "3",
-    )
+    fit_command = (*FIT, *TEN_STEPS, "--trainer.max_epochs", "3")
     write = RecordWriter.write
     numbers = itertools.count()
 
@@ -339,7 +340,8 @@ def test_a_disk_that_fills_under_tensorboard_is_one_line_and_the_run_goes_on(
     with monkeypatch.context() as full:
         full.setattr(RecordWriter, "write", until_full)
         outcome = call(*fit_command, "--save_seconds", "0")
-    assert outcome.code == 2 and outcome.err.splitlines()[-1] == "error: No space left on device"
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1] == "error: No space left on device"
     assert "Traceback" not in outcome.err
     succeed(*fit_command, "--ckpt_path", "last")
 
@@ -355,11 +357,13 @@ class Stop:
         step: int = 3,
     ) -> None:
         def stop(module: SpeculativeTraining, *_: object) -> None:
-            if module.trainer.global_step == step or hook != "on_train_batch_end":
-                if how in ("SIGTERM", "SIGKILL"):
-                    os.kill(os.getpid(), signal.Signals[how])
-                else:
-                    raise KeyboardInterrupt if how == "SIGINT" else RuntimeError("broken")
+            if hook == "on_train_batch_end" and module.trainer.global_step != step:
+                return
+            if how == "SIGINT":
+                raise KeyboardInterrupt
+            if how == "error":
+                raise RuntimeError("broken")
+            os.kill(os.getpid(), signal.Signals[how])
 
         monkeypatch.setattr(SpeculativeTraining, hook, stop)
 
@@ -383,17 +387,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The checkpoint of two epochs in one run."""
     home = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        verb(patch, home, "fit", "--trainer.max_epochs", "2")
+        verb(patch, home, *FIT_TWO_EPOCHS)
     return checkpoint.read(home / "checkpoints/rnn")
 
 
-FIT_TWO_EPOCHS = ("fit", "--trainer.max_epochs", "2")
+FIT_ONE_EPOCH = ("fit", *TEN_STEPS, "--trainer.max_epochs", "1")
+FIT_TWO_EPOCHS = ("fit", *TEN_STEPS, "--trainer.max_epochs", "2")
 
 
 def stop_run(how: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """End a run of two epochs early: after its first epoch, by a signal, or by an error."""
     if how == "finished":
-        verb(monkeypatch, directory, "fit", "--trainer.max_epochs", "1", logger=True)
+        verb(monkeypatch, directory, *FIT_ONE_EPOCH, logger=True)
     elif how in ("SIGINT", "error"):
         stop_in_process(how, directory, monkeypatch)
     else:
@@ -416,7 +421,7 @@ def stop_by_signal(how: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
     # Without a last save, a killed run needs a recent checkpoint.
     save_often = () if how == "SIGTERM" else ("--save_seconds", "0")
     hook = "validation_step" if how == "validation" else "on_train_batch_end"
-    step = 50 if how == "last batch" else 3
+    step = 10 if how == "last batch" else 3
     with monkeypatch.context() as patch:
         Stop(patch, signal_name, hook, step)
         exit_code = end_of(
@@ -425,7 +430,7 @@ def stop_by_signal(how: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
     expected_code = 128 + signal.SIGTERM if how == "SIGTERM" else -signal.SIGKILL
     assert exit_code == expected_code
     newest = checkpoint.read(directory / "checkpoints/rnn/version_0/last.ckpt")
-    assert newest["global_step"] == {"validation": 50, "last batch": 49}.get(how, 3)
+    assert newest["global_step"] == {"validation": 10, "last batch": 9}.get(how, 3)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +454,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     verb(monkeypatch, directory, *FIT_TWO_EPOCHS, "--ckpt_path", "last", logger=True)
     halves = checkpoint.read(directory / "checkpoints/rnn")
     assert whole["epoch"] == halves["epoch"] == 1
-    assert whole["global_step"] == halves["global_step"] == 100
+    assert whole["global_step"] == halves["global_step"] == 20
     assert whole["lightning_specdec"]["recipe"] == halves["lightning_specdec"]["recipe"]
     for name, weight in whole["state_dict"].items():
         assert torch.equal(weight, halves["state_dict"][name])
@@ -458,8 +463,8 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     # TensorBoard reads a run's directory as one.
     keep_all = {"histograms": 0, "scalars": 0}
     curves = EventAccumulator(str(directory / "logs/rnn/version_0"), keep_all).Reload()
-    assert [event.step for event in curves.Scalars("val/loss")] == [49, 99]
-    assert [event.step for event in curves.Histograms("val/accepted_per_round")] == [49, 99]
+    assert [event.step for event in curves.Scalars("val/loss")] == [9, 19]
+    assert [event.step for event in curves.Histograms("val/accepted_per_round")] == [9, 19]
     steps = [event.step for event in curves.Scalars("train/loss")]
     assert steps == sorted(set(steps))
     config = yaml.safe_load((directory / "checkpoints/rnn/version_0/config.yaml").read_text())
@@ -502,31 +507,34 @@ def test_a_development_run_leaves_nothing_to_resume(
     def files() -> list[Path]:
         return sorted(tmp_path.rglob("*"))
 
-    trial = ("fit", "--trainer.fast_dev_run", "true")
-    verb(monkeypatch, tmp_path, *trial, logger=True)
+    development_run = ("fit", *TEN_STEPS, "--trainer.fast_dev_run", "true")
+    verb(monkeypatch, tmp_path, *development_run, logger=True)
     assert files() == []
-    verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "1", logger=True)
-    of_the_run = files()
-    verb(monkeypatch, tmp_path, *trial, logger=True)
-    assert files() == of_the_run
+
+    verb(monkeypatch, tmp_path, *FIT_ONE_EPOCH, logger=True)
+    files_of_the_run = files()
+    verb(monkeypatch, tmp_path, *development_run, logger=True)
+    assert files() == files_of_the_run
+
     capsys.readouterr()
-    verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "2", "--ckpt_path", "last")
-    assert "resuming checkpoints/rnn/version_0/last.ckpt at step 50\n" in capsys.readouterr().out
+    verb(monkeypatch, tmp_path, *FIT_TWO_EPOCHS, "--ckpt_path", "last")
+    assert "resuming checkpoints/rnn/version_0/last.ckpt at step 10\n" in capsys.readouterr().out
 
 
 def test_a_config_that_a_resumed_run_saved_begins_a_new_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "1")
-    resumed = ("fit", "--trainer.max_epochs", "2", "--ckpt_path")
-    verb(monkeypatch, tmp_path, *resumed, "checkpoints/rnn/version_0/last.ckpt")
     home = tmp_path / "checkpoints/rnn"
-    assert checkpoint.read(home / "version_1/last.ckpt")["global_step"] == 100
+    verb(monkeypatch, tmp_path, *FIT_ONE_EPOCH)
+    last_path = "checkpoints/rnn/version_0/last.ckpt"
+    verb(monkeypatch, tmp_path, *FIT_TWO_EPOCHS, "--ckpt_path", last_path)
+    assert checkpoint.read(home / "version_1/last.ckpt")["global_step"] == 20
+
     capsys.readouterr()
-    saved = ("--config", str(home / "version_1/config.yaml"), "--trainer.max_epochs", "1")
-    verb(monkeypatch, tmp_path, "fit", *saved)
+    saved_config = str(home / "version_1/config.yaml")
+    verb(monkeypatch, tmp_path, "fit", "--config", saved_config, "--trainer.max_epochs", "1")
     assert "resuming" not in capsys.readouterr().out
-    assert checkpoint.read(home / "version_2/last.ckpt")["global_step"] == 50
+    assert checkpoint.read(home / "version_2/last.ckpt")["global_step"] == 10
 
 
 @pytest.mark.parametrize(
@@ -579,10 +587,10 @@ def test_ctrl_c_within_an_optimizer_step_saves_no_half_step(
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(torch.optim.AdamW, "step", interrupted)
-        verb(patch, tmp_path, "fit", "--trainer.max_epochs", "2")
+        verb(patch, tmp_path, *FIT_TWO_EPOCHS)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "2", "--ckpt_path", "last")
+    verb(monkeypatch, tmp_path, *FIT_TWO_EPOCHS, "--ckpt_path", "last")
     resumed = checkpoint.read(tmp_path / "checkpoints/rnn/version_0/last.ckpt")
     for name, weight in whole["state_dict"].items():
         assert torch.equal(weight, resumed["state_dict"][name])
@@ -590,15 +598,7 @@ def test_ctrl_c_within_an_optimizer_step_saves_no_half_step(
 
 def test_a_run_that_stopped_early_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    fit_command = (
-        "fit",
-        "--config",
-        str(RNN_CONFIG),
-        "--trainer.accelerator",
-        "cpu",
-        "--trainer.logger",
-        "false",
-    )
+    fit_command = (*FIT, *NO_LOGGER, *TEN_STEPS)
     early = [
         "--trainer.callbacks+=EarlyStopping",
         "--trainer.callbacks.monitor=val/loss",
@@ -613,11 +613,10 @@ def test_a_run_that_stopped_early_is_over(tmp_path: Path, monkeypatch: pytest.Mo
     assert outcome.code == 2
     assert message in outcome.err.splitlines()[-1]
     assert last_path.read_bytes() == content
-    (
-        last_path.parent.parent / "version_1"
-    ).mkdir()  # of a run that ended before its first checkpoint
+    # A run that ended before its first checkpoint leaves an empty directory.
+    (last_path.parent.parent / "version_1").mkdir()
     outcome = succeed(*fit_command, "--ckpt_path", "last", "--trainer.max_epochs", "3")
-    assert "resuming checkpoints/rnn/version_0/last.ckpt at step 100\n" in outcome.out
+    assert "resuming checkpoints/rnn/version_0/last.ckpt at step 20\n" in outcome.out
     assert checkpoint.read(last_path)["epoch"] == 2
 
 
@@ -625,14 +624,7 @@ def test_a_run_whose_time_is_used_up_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit_command = (
-        "fit",
-        "--config",
-        str(RNN_CONFIG),
-        "--trainer.accelerator",
-        "cpu",
-        "--trainer.callbacks+=TimeLimit",
-    )
+    fit_command = (*FIT, *TEN_STEPS, "--trainer.callbacks+=TimeLimit")
     succeed(*fit_command, "--trainer.callbacks.minutes", "9", "--trainer.max_epochs", "1")
     outcome = call(*fit_command, "--trainer.callbacks.minutes", "0.0001", "--ckpt_path", "last")
     assert outcome.code == 2
@@ -700,7 +692,8 @@ def test_every_shipped_config_resumes_after_kill_9_and_its_checkpoint_decodes_al
     (last_path.parent / ".last.ckpt.half").write_text("half")
     assert checkpoint.read(last_path)["global_step"] == 3
     outcome = call(*fit_command, "--ckpt_path", "last")
-    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
+    assert outcome.code == 0, outcome.err
+    assert "Warning" not in outcome.err
     assert "loss=" in outcome.err
     assert "tokens/s=" in outcome.err
     assert not list(last_path.parent.glob(".last*"))
@@ -716,9 +709,12 @@ def test_a_metric_that_is_not_there_to_stop_by_is_one_line_with_those_that_are(
     monkeypatch.chdir(tmp_path)
     stopping = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/los"]
     outcome = call("fit", "--config", str(shrunk("medusa", tmp_path)), *stopping)
-    assert outcome.code == 2 and "Traceback" not in outcome.err
-    line = outcome.err.splitlines()[-1]
-    assert line.startswith("error: ") and "`val/los`" in line and "`val/loss`" in line
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
+    error_line = outcome.err.splitlines()[-1]
+    assert error_line.startswith("error: ")
+    assert "`val/los`" in error_line
+    assert "`val/loss`" in error_line
 
 
 def test_of_several_drafts_the_one_that_reads_too_little_is_named() -> None:
@@ -736,9 +732,9 @@ def test_a_new_run_leaves_the_files_of_the_one_before_and_decode_takes_the_newes
             str(path): path.read_bytes() for path in tmp_path.rglob("version_0/*") if path.is_file()
         }
 
-    verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "1", logger=True)
+    verb(monkeypatch, tmp_path, *FIT_ONE_EPOCH, logger=True)
     first_files = files()
-    verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "2", logger=True)
+    verb(monkeypatch, tmp_path, *FIT_TWO_EPOCHS, logger=True)
     assert files() == first_files
     assert len(first_files) == 5
     home = tmp_path / "checkpoints" / "rnn"
@@ -753,34 +749,21 @@ def test_curves_may_lie_beside_the_checkpoints_and_a_finished_run_leaves_its_own
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit_command = (
-        "fit",
-        "--config",
-        str(RNN_CONFIG),
-        "--trainer.accelerator",
-        "cpu",
-        "--trainer.max_epochs",
-        "1",
-    )
-    for version, steps in enumerate(
-        ("2", "0")
-    ):  # none are counted either where another process has trained
-        succeed(
-            *fit_command,
-            "--trainer.logger.init_args.save_dir",
-            "checkpoints",
-            "--trainer.max_steps",
-            steps,
-        )
+    fit_command = (*FIT, *TEN_STEPS, "--trainer.max_epochs", "1")
+    # Nothing is counted where another process has trained, as after zero steps.
+    for version, max_steps in enumerate((2, 0)):
+        options = ("--trainer.logger.init_args.save_dir", "checkpoints")
+        succeed(*fit_command, *options, "--trainer.max_steps", str(max_steps))
         home = tmp_path / f"checkpoints/rnn/version_{version}"
-        assert (home / "config.yaml").is_file() and (home / "last.ckpt").is_file() == (steps == "2")
+        assert (home / "config.yaml").is_file()
+        assert (home / "last.ckpt").is_file() == (max_steps == 2)
 
 
 def test_a_directory_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verb(monkeypatch, tmp_path, "fit", "--trainer.max_epochs", "1")
+    verb(monkeypatch, tmp_path, *FIT_ONE_EPOCH)
     directory = os.open(tmp_path / "checkpoints" / "rnn" / "version_0", os.O_RDONLY)
     fcntl.flock(directory, fcntl.LOCK_EX)
-    resumed = ("fit", "--trainer.max_epochs", "2", "--ckpt_path", "last")
+    resumed = (*FIT_TWO_EPOCHS, "--ckpt_path", "last")
     with pytest.raises(ValueError, match="another run writes to checkpoints/rnn/version_0"):
         verb(monkeypatch, tmp_path, *resumed)
     os.close(directory)

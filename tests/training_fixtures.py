@@ -18,6 +18,11 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 RNN_CONFIG = CONFIGS / "rnn.yaml"
 EPOCHS = 30
 """The shipped config has 100; after these its losses are below 1."""
+FIT = ("fit", "--config", str(RNN_CONFIG), "--trainer.accelerator", "cpu")
+"""A command line that trains the shipped config."""
+NO_LOGGER = ("--trainer.logger", "false")
+TEN_STEPS = ("--data.batch_size", "10")
+"""An epoch of ten optimizer steps; the shipped config has fifty."""
 TINY: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
