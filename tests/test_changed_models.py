@@ -32,7 +32,7 @@ from lightning_specdec.models.huggingface import HuggingFaceLM, _in_eval_mode
 from lightning_specdec.models.packed import PackedLinear
 
 PROMPTS = [[3, 5, 7, 3, 5], [11, 2, 11, 2, 11, 2, 9]]
-NUM_NEW = 12
+NUM_NEW = 6
 
 
 def model_of(family: str = "llama", **sizes: Any) -> Any:
@@ -41,15 +41,15 @@ def model_of(family: str = "llama", **sizes: Any) -> Any:
     return model
 
 
-def reference(model: Any, **options: Any) -> list[list[int]]:
-    """Greedy tokens of transformers' own `generate`, each row alone."""
+def reference(model: Any, *, num_new: int = NUM_NEW, **options: Any) -> list[list[int]]:
+    """Greedy tokens of transformers' own `generate`, row by row."""
     rows = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_NEW,
+            max_new_tokens=num_new,
             do_sample=False,
             **options,
         )
@@ -57,23 +57,36 @@ def reference(model: Any, **options: Any) -> list[list[int]]:
     return rows
 
 
-def through_generate(model: Any) -> list[list[int]]:
-    return reference(model, custom_generate=lightning_specdec.generate)
+@functools.cache
+def unchanged_tokens() -> list[list[int]]:
+    """The tokens of the model of most tests before it is changed."""
+    return reference(model_of())
+
+
+def through_generate(model: Any, *, num_new: int = NUM_NEW) -> list[list[int]]:
+    return reference(model, num_new=num_new, custom_generate=lightning_specdec.generate)
 
 
 class Decoders:
-    """A model with its decoder, which is made before the model changes."""
+    """A model with its decoder, which is made before the model changes.
 
-    def __init__(self, model: Any, inner: Any = None) -> None:
+    Args:
+        model: the model.
+        inner: the form of the model that the decoder gets, if it is another object.
+        num_new: tokens to decode. Small changes need more until they show.
+    """
+
+    def __init__(self, model: Any, inner: Any = None, *, num_new: int = NUM_NEW) -> None:
         self.model = model
         self.decoder = SpeculativeDecoder(model if inner is None else inner)
+        self.num_new = num_new
 
     def check(self) -> list[list[int]]:
         """All ways to decode give the tokens of transformers, which are returned."""
-        expected = reference(self.model)
-        assert through_generate(self.model) == expected
-        assert self.decoder.decode(PROMPTS, max_new_tokens=NUM_NEW).tokens == expected
-        standard = self.decoder.decode_standard(PROMPTS, max_new_tokens=NUM_NEW)
+        expected = reference(self.model, num_new=self.num_new)
+        assert through_generate(self.model, num_new=self.num_new) == expected
+        assert self.decoder.decode(PROMPTS, max_new_tokens=self.num_new).tokens == expected
+        standard = self.decoder.decode_standard(PROMPTS, max_new_tokens=self.num_new)
         assert standard.tokens == expected
         return expected
 
@@ -121,22 +134,34 @@ PARTS: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("is_early", [True, False], ids=["before the first call", "after it"])
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("kind", HOOKS)
-def test_a_hook_counts_while_it_is_there(kind: str, part: str, is_early: bool) -> None:
+BEFORE_FIRST_CALL = "before the first call"
+AFTER_FIRST_CALL = "after the first call"
+
+
+def hook_cases() -> list[tuple[str, str, str]]:
+    """Every kind of hook on every part. Each kind and each part has hooks of both times."""
+    times = (BEFORE_FIRST_CALL, AFTER_FIRST_CALL)
+    cases = []
+    for kind_index, kind in enumerate(HOOKS):
+        for part_index, part in enumerate(PARTS):
+            cases.append((kind, part, times[(kind_index + part_index) % 2]))
+    return cases
+
+
+@pytest.mark.parametrize(("kind", "part", "time"), hook_cases())
+def test_a_hook_counts_while_it_is_registered(kind: str, part: str, time: str) -> None:
     model = model_of()
-    plain_tokens = reference(model)
-    if is_early:
-        handle = HOOKS[kind](model.get_submodule(PARTS[part]))
+    module = model.get_submodule(PARTS[part])
+    if time == BEFORE_FIRST_CALL:
+        handle = HOOKS[kind](module)
         pair = Decoders(model)
     else:
         pair = Decoders(model)
-        assert pair.check() == plain_tokens
-        handle = HOOKS[kind](model.get_submodule(PARTS[part]))
-    assert pair.check() != plain_tokens
+        assert pair.check() == unchanged_tokens()
+        handle = HOOKS[kind](module)
+    assert pair.check() != unchanged_tokens()
     handle.remove()
-    assert pair.check() == plain_tokens
+    assert pair.check() == unchanged_tokens()
 
 
 def test_a_hook_of_all_modules_counts() -> None:
@@ -479,37 +504,74 @@ def an_optimizers_step(weight: Tensor) -> None:
     weight.grad = None
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("path", ["model.layers.1.mlp.down_proj", "lm_head", "model.norm"])
-@pytest.mark.parametrize(
-    "write",
-    [
-        in_data,
-        in_numpy,
-        sparse,
-        swapped,
-        columns_swapped,
-        replaced_data,
-        counted,
-        an_optimizers_step,
-    ],
-)
-def test_every_write_to_a_weight_counts(
-    write: Callable[[Tensor], None], path: str, is_tied: bool
+WRITES = [
+    in_data,
+    in_numpy,
+    sparse,
+    swapped,
+    columns_swapped,
+    replaced_data,
+    counted,
+    an_optimizers_step,
+]
+FOR_MATRICES = (sparse, swapped, columns_swapped)
+
+
+def decoders_in_use(*, tie_word_embeddings: bool) -> Decoders:
+    """A model with its decoder, which has packed the weights. Tests restore what they change."""
+    pair = Decoders(model_of(tie_word_embeddings=tie_word_embeddings))
+    pair.check()
+    return pair
+
+
+@pytest.fixture(scope="module")
+def untied() -> Decoders:
+    return decoders_in_use(tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def tied() -> Decoders:
+    """The output head and the embedding share one matrix."""
+    return decoders_in_use(tie_word_embeddings=True)
+
+
+def check_that_a_write_counts(
+    pair: Decoders, write: Callable[[Tensor], None], path: str, *, changes_tokens: bool
 ) -> None:
-    pair = Decoders(model_of(tie_word_embeddings=is_tied))
-    plain_tokens = pair.check()
+    plain_tokens = reference(pair.model)
     weight = pair.model.get_submodule(path).weight
-    if weight.dim() == 1 and write in (sparse, swapped, columns_swapped):
-        pytest.skip("for matrices")
-    before = weight.detach().clone()
+    original_weight = weight.detach().clone()
     write(weight)
-    assert not torch.equal(weight, before)
+    assert not torch.equal(weight, original_weight)
     changed_tokens = pair.check()
-    if path != "model.norm" and write not in (swapped, columns_swapped):
+    if changes_tokens:
         assert changed_tokens != plain_tokens
-    weight.data.copy_(before)
+    weight.data.copy_(original_weight)
     assert pair.check() == plain_tokens
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_to_a_matrix_counts(write: Callable[[Tensor], None], untied: Decoders) -> None:
+    """Linear layers have packed copies, which are made again."""
+    path = "model.layers.1.mlp.down_proj"
+    is_large = write not in (swapped, columns_swapped)
+    check_that_a_write_counts(untied, write, path, changes_tokens=is_large)
+
+
+@pytest.mark.parametrize("write", [write for write in WRITES if write not in FOR_MATRICES])
+def test_every_write_to_a_vector_counts(write: Callable[[Tensor], None], untied: Decoders) -> None:
+    # A norm scales all logits, so the most likely tokens may stay the same.
+    check_that_a_write_counts(untied, write, "model.norm", changes_tokens=False)
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_to_the_output_head_counts(
+    write: Callable[[Tensor], None], kind: str, request: pytest.FixtureRequest
+) -> None:
+    pair: Decoders = request.getfixturevalue(kind)
+    is_large = write not in (swapped, columns_swapped)
+    check_that_a_write_counts(pair, write, "lm_head", changes_tokens=is_large)
 
 
 def test_a_write_to_the_drafts_weights_counts() -> None:
@@ -609,7 +671,7 @@ def test_a_changed_config_counts() -> None:
 
 
 def test_changed_rotary_parameters_count() -> None:
-    pair = Decoders(model_of())
+    pair = Decoders(model_of(), num_new=12)
     plain_tokens = pair.check()
     rotary_class = type(pair.model.model.rotary_emb)
     pair.model.config.rope_parameters = {"rope_type": "default", "rope_theta": 20.0}
@@ -669,6 +731,9 @@ def test_an_unchanged_model_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_model_is_freed_with_its_decoder() -> None:
+    # Models of other tests may still be in use.
+    gc.collect()
+    num_models_before = len(_decoders)
     for with_hook in (False, True):
         model = model_of()
         if with_hook:
@@ -678,7 +743,7 @@ def test_a_model_is_freed_with_its_decoder() -> None:
         del model
         gc.collect()
         assert reference_to_model() is None
-    assert not list(_decoders.keys())
+    assert len(_decoders) == num_models_before
 
 
 def test_a_decoder_can_be_copied_and_pickled(tmp_path: Path) -> None:
