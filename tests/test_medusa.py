@@ -12,7 +12,7 @@ import pytest
 import torch
 from families import tiny
 from tiny_heads import OPEN, Chain, family, heads, perfect, small
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from lightning_specdec.checkpoints.networks import build, spec
@@ -52,30 +52,34 @@ class Checked(MedusaDrafter):
         self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
     ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
-        (target,) = self.targets
-        lengths = (
-            [draft.tokens.shape[1]] * len(windows)
-            if draft.lengths is None
-            else draft.lengths.tolist()
-        )
-        probs = (
-            one_hot(draft.tokens, self.settings.vocab_size) if draft.probs is None else draft.probs
-        )
-        for row, (text, length, window) in enumerate(
-            zip(request.texts, lengths, windows, strict=True)
-        ):
-            if not window:
+        if draft.lengths is None:
+            lengths = [draft.tokens.shape[1]] * len(windows)
+        else:
+            lengths = draft.lengths.tolist()
+        probs = draft.probs
+        if probs is None:
+            probs = one_hot(draft.tokens, self.settings.vocab_size)
+
+        for row, (text, length) in enumerate(zip(request.texts, lengths, strict=True)):
+            if windows[row] == 0:
                 continue
+            assert length in (0, min(windows[row], self.settings.num_heads))
             self.drafts.append((list(text), length))
-            assert length in (0, min(window, self.settings.num_heads))
-            if not length:
-                continue
-            (layer,) = self.features(target)
-            hidden = target(torch.tensor([text[:-1]]), features=(layer,)).features[layer][0, -1]
-            for i in range(length):
-                expected = sampling.probs(self.logits(i, hidden))
-                torch.testing.assert_close(probs[row, i].float(), expected, atol=2e-4, rtol=2e-3)
+            if length > 0:
+                self.compare(text, probs[row, :length], sampling)
         return draft
+
+    def compare(self, text: Sequence[int], probs: Tensor, sampling: Sampling) -> None:
+        """Compare a row's distributions with those of a call on its whole text.
+
+        The target has not read the last token when the heads draft.
+        """
+        (target,) = self.targets
+        (layer,) = self.features(target)
+        hidden = target(torch.tensor([text[:-1]]), features=(layer,)).features[layer][0, -1]
+        for i, position_probs in enumerate(probs):
+            expected_probs = sampling.probs(self.logits(i, hidden))
+            torch.testing.assert_close(position_probs.float(), expected_probs, atol=2e-4, rtol=2e-3)
 
 
 class Script(Window, Plan):
@@ -103,8 +107,8 @@ class Script(Window, Plan):
     "window", [Script(3), Script(2, 0, 0, 5), Script(0, 1)], ids=["3", "2,0,0,5", "0,1"]
 )
 @pytest.mark.parametrize("name", cases.MODELS)
-def test_every_guess_comes_from_the_state_behind_the_last_token_but_one(
-    name: str, window: Window, temperature: float
+def test_every_draft_comes_from_the_hidden_state_of_the_last_token_but_one(
+    name: str, window: Script, temperature: float
 ) -> None:
     target = cases.target(name)
     sampling = Sampling(temperature)
@@ -120,13 +124,16 @@ def test_every_guess_comes_from_the_state_behind_the_last_token_but_one(
     )
     assert result.tokens == cases.standard(name, sampling, 12).tokens
     # A row has a hidden state after the target's first call, whether or not that had a draft.
-    silent = [text for text, length in checked.drafts if not length]
-    assert silent == ([] if window.script[0] == 0 else cases.PROMPTS)  # type: ignore[attr-defined]
-    assert len(checked.drafts) > len(silent)
+    texts_without_draft = [text for text, length in checked.drafts if length == 0]
+    if window.script[0] == 0:
+        assert texts_without_draft == []
+    else:
+        assert texts_without_draft == cases.PROMPTS
+    assert len(checked.drafts) > len(texts_without_draft)
 
 
 @pytest.mark.parametrize("name", ["rnn", "transformer", "llama"])
-def test_rows_join_leave_and_go_on_without_taking_over_each_others_states(name: str) -> None:
+def test_rows_that_join_leave_and_resume_use_only_their_own_hidden_states(name: str) -> None:
     target = cases.target(name)
     generator = random.Random(5)
     checked = Checked(heads(target), target)
@@ -138,32 +145,41 @@ def test_rows_join_leave_and_go_on_without_taking_over_each_others_states(name: 
         eos=cases.EOS,
         rule=RejectionSampling(),
     )
-    rows: list[Request] = []
-    ended: list[Request] = []
-    begun: list[list[int]] = []
+
+    def draw_tokens(most: int) -> list[int]:
+        length = generator.randint(1, most)
+        return [generator.randrange(cases.VOCAB) for _ in range(length)]
+
+    live_requests: list[Request] = []
+    ended_requests: list[Request] = []
+    prompts: list[list[int]] = []
     for turn in range(60):
-        if turn < 45 and generator.random() < 0.4:
-            begun.append([generator.randrange(cases.VOCAB) for _ in range(generator.randint(1, 6))])
-            rows.append(session.add(begun[-1], max_new_tokens=generator.randint(2, 14)))
-        if turn < 45 and ended and generator.random() < 0.5:
-            row = ended.pop(generator.randrange(len(ended)))
-            prefix = row.text[: generator.randint(1, len(row.text))]
-            num_new = generator.randint(1, 3)
-            new_tokens = [generator.randrange(cases.VOCAB) for _ in range(num_new)]
-            begun.append([*prefix, *new_tokens])
-            rows.append(session.resume(row, begun[-1], max_new_tokens=9))
+        is_open = turn < 45
+        if is_open and generator.random() < 0.4:
+            prompts.append(draw_tokens(6))
+            max_new_tokens = generator.randint(2, 14)
+            live_requests.append(session.add(prompts[-1], max_new_tokens=max_new_tokens))
+        if is_open and ended_requests and generator.random() < 0.5:
+            request = ended_requests.pop(generator.randrange(len(ended_requests)))
+            prefix = request.text[: generator.randint(1, len(request.text))]
+            prompts.append([*prefix, *draw_tokens(3)])
+            live_requests.append(session.resume(request, prompts[-1], max_new_tokens=9))
         if session.live and generator.random() < 0.1:
             session.cancel(generator.choice(session.live))
+
         session.step()
-        ended += [row for row in rows if not row.live]
-        rows = [row for row in rows if row.live]
-    assert not session.live and len(begun) > 20
-    silent = [text for text, length in checked.drafts if not length]
-    assert all(text in begun for text in silent), "a row that has been read before has no guess"
-    assert len(silent) < len(checked.drafts) / 2
+        ended_requests += [request for request in live_requests if not request.live]
+        live_requests = [request for request in live_requests if request.live]
+    assert not session.live
+    assert len(prompts) > 20
+
+    # Only a prompt that has not been read yet has no draft.
+    texts_without_draft = [text for text, length in checked.drafts if length == 0]
+    assert all(text in prompts for text in texts_without_draft)
+    assert len(texts_without_draft) < len(checked.drafts) / 2
 
 
-def test_only_as_many_heads_are_asked_as_guesses_are_wanted() -> None:
+def test_no_more_heads_run_than_tokens_are_drafted() -> None:
     target = cases.target("transformer")
     calls = [0]
     drafter = deepcopy(heads(target, num_steps=0))
@@ -176,7 +192,7 @@ def test_only_as_many_heads_are_asked_as_guesses_are_wanted() -> None:
 
 
 @pytest.mark.parametrize("name", ["rnn", "llama"])
-def test_a_turn_begins_without_a_guess_and_answers_as_if_read_from_scratch(name: str) -> None:
+def test_a_turn_begins_without_a_draft_and_answers_as_if_read_from_scratch(name: str) -> None:
     target = cases.target(name)
     text = [1, 2, 3]
     conversation = Conversation(
@@ -211,14 +227,12 @@ def test_perfect_heads_are_kept_whole_in_every_round_but_the_first(
     for row in result.rows:
         num_drafted = [len(record.drafted) for record in row.rounds or ()]
         assert num_drafted == [0, num_heads, num_heads, num_heads]
-    assert (
-        result.acceptance_rate == 1.0
-        and result.num_target_calls == 4
-        and result.num_draft_calls == 3
-    )
+    assert result.acceptance_rate == 1.0
+    assert result.num_target_calls == 4
+    assert result.num_draft_calls == 3
 
 
-def test_what_is_remembered_moves_with_its_row() -> None:
+def test_a_heads_state_moves_with_its_row() -> None:
     target = cases.target("rnn")
     state = heads(target).init_state(2, 9, TargetContext(target, target.init_state(2, 9)))
     state.scored = torch.arange(16.0).view(2, 2, 4)
@@ -235,7 +249,7 @@ def test_what_is_remembered_moves_with_its_row() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [5, MAX_STACKED_TOKENS + 3])
-def test_fused_heads_say_the_same_and_are_packed_where_they_are_large(num_tokens: int) -> None:
+def test_fused_heads_compute_the_same_and_are_packed_if_they_are_large(num_tokens: int) -> None:
     drafter = small(
         num_heads=3, hidden_size=24, vocab_size=MAX_STACKED_TOKENS + 9, draft_vocabulary=num_tokens
     )
@@ -257,7 +271,7 @@ def test_fused_heads_say_the_same_and_are_packed_where_they_are_large(num_tokens
 
 
 @pytest.mark.parametrize("name", [*OPEN, "gemma3_text", "longcat_flash"])
-def test_a_new_head_that_was_copied_from_the_target_says_what_the_target_says(name: str) -> None:
+def test_a_head_that_is_copied_from_the_target_computes_the_targets_logits(name: str) -> None:
     target = family(name)
     quantized = family(name)
     quantize(quantized.model, "int8")
@@ -271,7 +285,7 @@ def test_a_new_head_that_was_copied_from_the_target_says_what_the_target_says(na
             torch.testing.assert_close(logits, output.logits, atol=1e-4, rtol=1e-4)
 
 
-def test_heads_are_as_wide_as_what_the_targets_output_head_reads() -> None:
+def test_heads_have_the_width_that_the_targets_output_head_reads() -> None:
     """That need not be the layers' width: some OPT models project their last layer's output."""
     target = HuggingFaceLM(tiny("opt", vocab_size=cases.VOCAB, word_embed_proj_dim=16))
     assert target.hidden_size == 16

@@ -160,29 +160,34 @@ def test_answers_are_compared_with_ours_in_standard_decoding(peers: ModuleType) 
     ]
 
 
-def test_measuring_goes_on_where_it_stopped(
+class FakeEngine:
+    """Answers each request at once. `started` lists the engines in the order of their starts."""
+
+    error = None
+    versions: dict[str, str] = {}
+    started: list[str] = []
+
+    def __init__(self, method: Any, load: Any, options: Any) -> None:
+        self.started.append(method.engine)
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        return {"tokens": [[5]], "seconds": 1.0, "first": 0.5, "num_tokens": 2, "calls": 2}
+
+    def stop(self) -> None:
+        pass
+
+    def peak_memory(self) -> int:
+        return 2_000_000
+
+    close = stop
+
+
+@pytest.fixture
+def measurement(
     peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started_engines = []
-
-    class FakeEngine:
-        error = None
-        versions: dict[str, str] = {}
-
-        def __init__(self, method: Any, load: Any, options: Any) -> None:
-            started_engines.append(method.engine)
-
-        def ask(self, **request: Any) -> dict[str, Any]:
-            return {"tokens": [[5]], "seconds": 1.0, "first": 0.5, "num_tokens": 2, "calls": 2}
-
-        def stop(self) -> None:
-            pass
-
-        def peak_memory(self) -> int:
-            return 2_000_000
-
-        close = stop
-
+) -> argparse.Namespace:
+    """Options of a measurement of 48 questions, whose engines are fake."""
+    monkeypatch.setattr(FakeEngine, "started", [])
     monkeypatch.setattr(peers, "Engine", FakeEngine)
     questions = tmp_path / "questions.jsonl"
     lines = []
@@ -190,7 +195,7 @@ def test_measuring_goes_on_where_it_stopped(
         question = {"question_id": i, "category": TASKS[i % 6], "turns": [f"word {i}"]}
         lines.append(json.dumps(question))
     questions.write_text("\n".join(lines))
-    options = argparse.Namespace(
+    return argparse.Namespace(
         rows=tmp_path / "rows.jsonl",
         prompts=questions,
         quiet=None,
@@ -199,27 +204,38 @@ def test_measuring_goes_on_where_it_stopped(
         repeats=2,
         max_new_tokens=128,
     )
-    tokenizer = WordTokenizer()
 
-    # Every prompt goes through the three methods twice, in changing order.
+
+def test_every_prompt_goes_through_the_methods_in_changing_order(
+    peers: ModuleType, measurement: argparse.Namespace
+) -> None:
     num_methods = 3
-    peers.Run(options, tokenizer).go("prompts")
-    assert started_engines == ["ours torch"]
-    rows = peers.read_rows(options.rows)
+    peers.Run(measurement, WordTokenizer()).go("prompts")
+    assert FakeEngine.started == ["ours torch"]
+    rows = peers.read_rows(measurement.rows)
     decodings = [row["method"].split("/")[-1] for row in rows if row["part"] == "prompts"]
-    assert len(decodings) == num_methods * NUM_REPORTED * options.repeats
+    assert len(decodings) == num_methods * NUM_REPORTED * measurement.repeats
+
     orders = set()
     for start in range(0, len(decodings), num_methods):
         orders.add(tuple(decodings[start : start + num_methods]))
     assert len(orders) == 6, "methods run in all orders"
+
     table = peers.table(rows)
     assert "| 24 of 24" not in table
     assert " 2 |" in table.splitlines()[2]
 
+
+def test_a_measurement_continues_where_it_stopped(
+    peers: ModuleType, measurement: argparse.Namespace
+) -> None:
+    peers.Run(measurement, WordTokenizer()).go("prompts")
+    rows = peers.read_rows(measurement.rows)
+
     # Without missing rows, nothing is measured.
-    peers.Run(options, tokenizer).go("prompts")
-    assert peers.read_rows(options.rows) == rows
-    assert len(started_engines) == 1
+    peers.Run(measurement, WordTokenizer()).go("prompts")
+    assert peers.read_rows(measurement.rows) == rows
+    assert len(FakeEngine.started) == 1
 
     # Lost rows are measured again. Each time an engine is used, its memory is one more row.
     lost_key = ("prompts", rows[5]["prompt"], 1)
@@ -227,6 +243,6 @@ def test_measuring_goes_on_where_it_stopped(
     for row in rows:
         if (row["part"], row["prompt"], row["repeat"]) != lost_key:
             remaining_rows.append(row)
-    options.rows.write_text("".join(json.dumps(row) + "\n" for row in remaining_rows))
-    peers.Run(options, tokenizer).go("prompts")
-    assert len(peers.read_rows(options.rows)) == len(rows) + 1
+    measurement.rows.write_text("".join(json.dumps(row) + "\n" for row in remaining_rows))
+    peers.Run(measurement, WordTokenizer()).go("prompts")
+    assert len(peers.read_rows(measurement.rows)) == len(rows) + 1

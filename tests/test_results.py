@@ -17,6 +17,7 @@ from lightning_specdec.decoding import (
     Counts,
     Request,
     Round,
+    RowResult,
     autoregressive_decode,
     open_session,
 )
@@ -69,6 +70,24 @@ def test_a_round_counts_what_is_in_the_output(
     assert row.rounds == [Round(drafted[:proposed], accepted, ending)]
 
 
+def counts_from_rounds(row: RowResult) -> Counts:
+    """Count a row's rounds again, and check that they contain its tokens."""
+    assert row.rounds is not None
+    counts = Counts()
+    tokens: list[int] = []
+    for round_ in row.rounds:
+        num_drafted = len(round_.drafted)
+        tokens += round_.drafted[: round_.num_accepted]
+        num_tested = round_.num_accepted
+        if round_.next_token is not None:
+            # The rejected draft token, if there is one, was tested too.
+            tokens.append(round_.next_token)
+            num_tested = min(round_.num_accepted + 1, num_drafted)
+        counts.record(num_drafted, num_tested, round_.num_accepted)
+    assert tokens == row.tokens
+    return counts
+
+
 @pytest.mark.parametrize("rule", cases.RULES)
 @pytest.mark.parametrize(
     ("target", "drafter"), cases.pairs(["near", "ragged", "early_exit"], ["rnn"])
@@ -87,22 +106,14 @@ def test_a_result_can_be_counted_again_from_its_rounds(
     )
     total = Counts()
     for row in result.rows:
+        total.add(counts_from_rounds(row))
         assert row.rounds is not None
         assert row.counts is not None
         assert row.logprobs is not None
-        tokens: list[int] = []
-        for round_ in row.rounds:
-            num_drafted = len(round_.drafted)
-            num_tested = round_.num_accepted
-            tokens += round_.drafted[: round_.num_accepted]
-            if round_.next_token is not None:
-                tokens.append(round_.next_token)
-                num_tested = min(round_.num_accepted + 1, num_drafted)
-            total.record(num_drafted, num_tested, round_.num_accepted)
-        assert tokens == row.tokens
         assert len(row.tokens) == len(row.token_seconds) == len(row.logprobs) <= 12
         assert row.token_seconds == sorted(row.token_seconds)
         assert len(row.rounds) == row.num_rounds == sum(row.counts.histogram)
+
     counts = result.counts
     assert counts is not None
     total.num_changed = counts.num_changed
