@@ -224,7 +224,7 @@ def test_older_files_are_read(tmp_path: Path) -> None:
     assert isinstance(shipped.drafter, EagleDrafter)
 
 
-def test_a_draft_computes_as_its_target_unless_told() -> None:
+def test_a_draft_computes_in_the_dtype_of_its_target_by_default() -> None:
     for options, dtype in (({}, torch.bfloat16), ({"draft_dtype": "float32"}, torch.float32)):
         decoder = SpeculativeDecoder.from_pretrained(
             "target", "draft.safetensors", dtype="bfloat16", **options

@@ -239,7 +239,7 @@ def test_ctrl_c_keeps_the_batches_that_are_over_and_the_current_one(
         assert "standard" in prompt
 
 
-def test_where_outputs_differ_a_near_tie_is_told_from_a_fault(
+def test_where_outputs_differ_a_near_tie_is_distinguished_from_a_fault(
     ckpt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = SpeculativeDecoder.from_checkpoint(ckpt)

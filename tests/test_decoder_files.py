@@ -162,7 +162,7 @@ FILE = ROOT / "checkpoints" / "smollm2_eagle.safetensors"
 TEXTS = ROOT / "lightning_specdec" / "data" / "smollm2_text"
 
 
-def test_it_is_small_whole_and_told_of() -> None:
+def test_a_saved_file_is_small_complete_and_reported() -> None:
     assert FILE.stat().st_size < 20e6
     drafter = checkpoints.load(FILE).drafter
     assert isinstance(drafter, EagleDrafter)

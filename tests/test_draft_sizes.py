@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_the_same_settings(
     assert checkpoint.load("checkpoints/draft_sizes").recipe["steps"] == 4
 
 
-def test_typing_errors_in_a_models_config_are_told(
+def test_typing_errors_in_a_models_config_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = shrunk("transformer", tmp_path)

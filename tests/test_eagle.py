@@ -72,7 +72,7 @@ def proposed(
 def rolled(
     drafter: EagleDrafter, model: LanguageModel, text: list[int], window: int
 ) -> torch.Tensor:
-    """What the rollouts of training say of the last tokens of a text, a round's guesses."""
+    """The logits of training's rollouts for the last tokens of a text, a round's draft."""
     tokens = torch.tensor([text])
     layers = drafter.settings.feature_layers
     features_by_layer = model(tokens, features=tuple(layers)).features
@@ -89,7 +89,7 @@ def rolled(
 @pytest.mark.parametrize("name", ["transformer", "llama", "gemma3"])
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("attention_window", [None, 6, 3, 1])
-def test_guesses_are_those_of_the_rollouts_that_it_is_trained_on(
+def test_drafts_are_those_of_the_rollouts_that_it_is_trained_on(
     name: str, reduced: bool, attention_window: int | None
 ) -> None:
     model = target(name)
@@ -131,7 +131,7 @@ def test_each_variant_drafts_as_it_is_trained_and_differs_from_the_others(
         )
 
 
-def test_what_lies_behind_the_attention_window_is_not_seen() -> None:
+def test_tokens_outside_the_attention_window_are_not_seen() -> None:
     model = target("transformer")
     network = windowed(fitted_eagle(model), 3).network
     with torch.no_grad():
@@ -170,18 +170,20 @@ def test_training_attends_as_a_round_does() -> None:
         changed = features.clone()
         changed[:, 4:] += 1.0
         changed_steps = rollouts(network, embedded, changed, 3)
-    for step in range(3):  # the round that begins with entry 3 knows no features behind it
+    # The round that begins with entry 3 has no features after it.
+    for step in range(3):
         torch.testing.assert_close(changed_steps[step][:, 3 + step], steps[step][:, 3 + step])
         assert not torch.allclose(changed_steps[step][:, 4 + step], steps[step][:, 4 + step])
 
 
 @pytest.mark.parametrize("window", [1, 3, 6])
-def test_each_entry_is_read_once_and_guesses_are_forgotten(window: int) -> None:
+def test_each_entry_is_read_once_and_drafts_are_forgotten(window: int) -> None:
     model = target("transformer")
     drafter = fitted_eagle(model)
     session = Session(model, drafter, max_length=40, num_draft_tokens=window)
     row = session.add(TEXT, max_new_tokens=20)
-    session.step()  # the target has read nothing yet: no guesses
+    # The first round has no draft, since the target has read nothing yet.
+    session.step()
     assert session.num_draft_calls == 0
     state: Any = session._batch.draft_state
     while row.live:
@@ -194,7 +196,7 @@ def test_each_entry_is_read_once_and_guesses_are_forgotten(window: int) -> None:
     )
 
 
-def test_it_guesses_better_than_chance_and_the_shapes_of_its_calls_do_not_depend_on_verdicts() -> (
+def test_it_drafts_better_than_chance_and_the_shapes_of_its_calls_do_not_depend_on_verdicts() -> (
     None
 ):
     model = target("transformer")
@@ -233,7 +235,7 @@ def test_a_target_without_embeddings_is_refused() -> None:
         eagle(model, layers=[0]).check_target(model)
 
 
-def test_numbers_that_are_none_behind_a_rejection_change_no_guess() -> None:
+def test_nan_after_a_rejection_changes_no_draft() -> None:
     model = target("transformer")
     drafter = fitted_eagle(model)
     drafts_by_garbage = []
@@ -264,10 +266,10 @@ def test_numbers_that_are_none_behind_a_rejection_change_no_guess() -> None:
 
 @pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS], ids=len)
 @pytest.mark.parametrize("bound", [0.3, 0.5, 1.0])
-def test_a_window_that_ends_early_costs_no_pass_behind_its_end(
+def test_a_draft_that_ends_early_costs_no_pass_after_its_end(
     bound: float, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also beside rows that want no draft tokens, because they have ended."""
+    """Also beside rows that have ended and need no draft tokens."""
     passes = []
     widths = []
     model = target("llama")

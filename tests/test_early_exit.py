@@ -199,7 +199,7 @@ def spoil(session: Session) -> None:
 
 
 @every_family
-def test_what_lies_behind_the_rows_is_never_read(family: str) -> None:
+def test_slots_after_the_rows_are_never_read(family: str) -> None:
     target = ours(family)
     drafter = Listening(2)
     sampling = Sampling(0.9)
@@ -214,7 +214,7 @@ def test_what_lies_behind_the_rows_is_never_read(family: str) -> None:
     assert session.result().tokens == expected.tokens
 
 
-def test_a_round_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_round_does_not_affect_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lower layers have read draft tokens, and the upper ones have not."""
     target = HuggingFaceLM(tiny("llama"))
     failures = [False, True, False, True, True] + [False] * 30

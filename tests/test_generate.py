@@ -117,7 +117,7 @@ def test_a_killed_run_goes_on_where_it_was(target: str, corpus: Path, tmp_path: 
     )
 
 
-def test_a_torn_shard_is_written_anew(target: str, corpus: Path, tmp_path: Path) -> None:
+def test_a_torn_shard_is_written_again(target: str, corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "text"
     shutil.copytree(corpus, output)
     torn = output / "shard-00001.safetensors"

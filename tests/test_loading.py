@@ -105,7 +105,9 @@ def test_a_loaded_model_knows_its_files_packed_or_not_and_a_new_one_has_none(pla
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_a_model_computes_as_it_is_stored_unless_told(stored: torch.dtype, tmp_path: Path) -> None:
+def test_a_model_computes_in_its_stored_dtype_by_default(
+    stored: torch.dtype, tmp_path: Path
+) -> None:
     path = write(tmp_path / "model", dtype=stored)
     assert load_model(path).dtype == stored
     assert load_model(path, dtype="float16").dtype == torch.float16
@@ -257,7 +259,7 @@ def test_nothing_big_is_downloaded_for_a_memory_that_cannot_hold_it(
     ("name", "message"),
     [("gated", "gated"), ("private", "401"), ("unknown", "404"), ("broken", "500")],
 )
-def test_what_the_hub_refuses_is_told_in_one_line_at_once(
+def test_an_error_of_the_hub_is_reported_in_one_line_immediately(
     on_hub: list[str], name: str, message: str
 ) -> None:
     assert message in refusal(f"lab/{name}")

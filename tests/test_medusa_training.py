@@ -1,4 +1,4 @@
-"""Laws of training heads together with their target, or on one that stays as it is."""
+"""Laws of training heads together with their target, or on one that stays unchanged."""
 
 from __future__ import annotations
 

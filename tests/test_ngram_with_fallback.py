@@ -91,7 +91,7 @@ def propose(
 
 
 @pytest.mark.parametrize("prompts", [LOOPS, LOOPS[:1]], ids=["batch", "one row"])
-def test_where_the_look_up_finds_something_for_every_row_the_fallback_is_not_asked(
+def test_if_the_lookup_finds_something_for_every_row_the_fallback_does_not_run(
     prompts: list[list[int]],
 ) -> None:
     target = cases.target("rnn")
@@ -127,7 +127,7 @@ def test_every_token_was_drawn_from_the_distribution_that_is_reported(temperatur
 
 
 @pytest.mark.parametrize("kind", FALLBACKS)
-def test_rows_side_by_side_guess_what_each_guesses_alone(kind: str) -> None:
+def test_rows_of_a_batch_have_the_drafts_that_each_has_alone(kind: str) -> None:
     """So the fallback forgets its draft where the lookup's tokens went to the target."""
     name, make = FALLBACKS[kind]
     target = cases.target(name)
@@ -157,7 +157,7 @@ def test_rows_side_by_side_guess_what_each_guesses_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["near", "transformer", "staged", "early_exit"])
-def test_a_row_guesses_what_it_finds_or_what_the_fallback_would_guess_of_the_text_alone(
+def test_a_row_has_the_draft_of_the_lookup_or_that_of_the_fallback_alone(
     kind: str,
 ) -> None:
     """Whatever rounds it was not asked in."""
@@ -189,8 +189,8 @@ def test_a_row_guesses_what_it_finds_or_what_the_fallback_would_guess_of_the_tex
     assert min(num_rounds.values()) > 1
 
 
-def test_an_exit_reads_no_prompt_twice_where_others_guesses_are_tested() -> None:
-    """What its layers made of the text is kept, of its own guesses where the target reads them."""
+def test_an_exit_reads_no_prompt_twice_if_the_lookup_drafts() -> None:
+    """The outputs of its layers are kept: for the text, and for a draft that the target reads."""
     target = cases.target("llama")
     draft = propose(NGramWithFallback(NGramDrafter(), EarlyExitDrafter(1)), target, PROMPTS[1:3])
     assert draft.exit_states is not None

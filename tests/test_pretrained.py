@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def test_what_guesses_follows_from_the_draft(models: dict[str, str]) -> None:
+def test_the_drafter_follows_from_the_draft(models: dict[str, str]) -> None:
     load = SpeculativeDecoder.from_pretrained
     assert isinstance(load(models["target"]).drafter, NGramDrafter)
     assert isinstance(load(models["target"], models["draft"]).drafter, ModelDrafter)
@@ -59,7 +59,7 @@ def test_what_guesses_follows_from_the_draft(models: dict[str, str]) -> None:
     assert isinstance(cross.drafter, CrossVocabulary) and cross.drafter.settings.min_share == 0.05
 
 
-def test_a_target_ends_at_its_own_eos_unless_told(models: dict[str, str]) -> None:
+def test_a_target_ends_at_its_own_eos_by_default(models: dict[str, str]) -> None:
     decoder = SpeculativeDecoder.from_pretrained(models["target"])
     eos = byte_level().eos_token_id
     first = decoder.decode(PROMPTS[0], max_new_tokens=12, eos=()).tokens[0]
@@ -106,7 +106,7 @@ def test_a_target_ends_at_its_own_eos_unless_told(models: dict[str, str]) -> Non
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_guess_is_refused(
+def test_a_model_that_cannot_draft_is_refused(
     models: dict[str, str], target: str, options: dict[str, Any], message: str
 ) -> None:
     if options.get("draft") in models:

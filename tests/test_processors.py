@@ -154,7 +154,7 @@ def record(prefix: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-def test_each_position_is_asked_about_with_its_own_unpadded_prefix() -> None:
+def test_processors_get_the_unpadded_prefix_of_each_position() -> None:
     sampling = Sampling(processors=[record])
     PREFIXES.clear()
     logits = torch.randn(4, 3, VOCAB)
@@ -163,7 +163,7 @@ def test_each_position_is_asked_about_with_its_own_unpadded_prefix() -> None:
     assert torch.equal(processed, logits)
 
 
-def test_nothing_is_asked_behind_a_guess_that_a_lossless_rule_cannot_keep() -> None:
+def test_no_processor_is_called_after_a_draft_token_that_a_lossless_rule_must_reject() -> None:
     never_four = theirs.SuppressTokensLogitsProcessor([4], device="cpu")
     sampling = Sampling(processors=[never_four, record])
     expected_prefixes = {

@@ -51,7 +51,7 @@ def outcome(verdict: Verdict) -> tuple[int, int]:
     return int(verdict.num_accepted), int(verdict.next_tokens)
 
 
-def test_exact_match_keeps_guesses_while_they_are_the_targets_draws() -> None:
+def test_exact_match_accepts_draft_tokens_while_they_are_the_targets_own() -> None:
     target = logits([0.2, 0.5, 0.3], [0.2, 0.5, 0.3], [0.2, 0.5, 0.3])
     for draft_tokens, expected in ([1, 1], (2, 1)), ([1, 0], (1, 1)), ([2, 1], (0, 1)):
         verdict = ExactMatch().judge(draft_of(*draft_tokens), target, GREEDY, None)
@@ -179,7 +179,7 @@ def test_typical_acceptance_reads_temperature_one_at_temperature_zero_and_the_sa
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=str)
 @pytest.mark.parametrize("rule", cases.RULES)
-def test_without_guesses_a_round_is_one_standard_step(rule: str, sampling: Sampling) -> None:
+def test_without_a_draft_a_round_is_one_standard_step(rule: str, sampling: Sampling) -> None:
     target = torch.randn(5, 1, 4)
     table = torch.rand(5, 1, 3)
     draft = Draft(torch.zeros(5, 0, dtype=torch.long), logits=torch.zeros(5, 0, 4))
@@ -191,7 +191,7 @@ def test_without_guesses_a_round_is_one_standard_step(rule: str, sampling: Sampl
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=str)
 @pytest.mark.parametrize("rule", cases.RULES)
-def test_what_lies_behind_a_rows_guesses_is_never_kept_nor_read(
+def test_padding_after_a_rows_draft_is_neither_accepted_nor_read(
     rule: str, sampling: Sampling
 ) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -251,7 +251,7 @@ def test_a_lossy_rule_counts_the_tokens_that_it_changed(rule: AcceptanceRule) ->
 def test_a_result_is_lossless_if_its_rule_is_whatever_either_side_filters(
     rule: str, sampling: Sampling, drafter: str
 ) -> None:
-    """The draft's sampling is the session's, or has filters or a temperature of its own."""
+    """The draft's sampling is the session's, or has other filters or another temperature."""
     result = cases.decode("rnn", drafter, max_new_tokens=9, rule=rule, sampling=sampling)
     assert result.lossless == (rule in ("ExactMatch", "RejectionSampling"))
     assert (result.num_changed is None) == result.lossless

@@ -104,7 +104,7 @@ def test_a_frozen_target_of_a_directory_is_named_and_not_stored() -> None:
         assert torch.equal(loaded_weights[name], weight), name
 
 
-def test_decode_finds_the_target_or_is_given_it_anew(tmp_path: Path) -> None:
+def test_decode_finds_the_target_or_takes_it_from_the_command_line(tmp_path: Path) -> None:
     (prompt,) = succeed("decode", "--ckpt", RUN, *BRIEF).json["prompts"]
     tokens = prompt["speculative"]["tokens"]
     assert prompt["standard"]["tokens"] == tokens

@@ -194,7 +194,7 @@ def test_it_recovers_when_a_draft_turns_good_and_leaves_when_it_turns_bad(
     assert 0 < num_trials <= 100
 
 
-def test_if_even_a_perfect_draft_loses_it_is_never_asked() -> None:
+def test_if_even_a_perfect_draft_loses_nothing_is_drafted() -> None:
     costs = make_costs("one token after the other", 0.25)
     _, windows = simulate(costs, lambda position: True, 300)
     assert not any(windows)
@@ -331,9 +331,7 @@ class Scripted(Window, Plan):
         ["near", "unrelated", "transformer", "fused", "ngram", "early_exit"], ["rnn", "transformer"]
     ),
 )
-def test_a_drafter_that_was_not_asked_for_a_while_drafts_as_if_it_had_been(
-    target: str, drafter: str
-) -> None:
+def test_a_drafter_that_skips_rounds_drafts_as_if_it_had_not(target: str, drafter: str) -> None:
     """What it read of rejected draft tokens is gone, and what it missed is read."""
     target_model = cases.target(target)
     drafter_object = cases.DRAFTERS[drafter](target_model)

@@ -19,7 +19,7 @@ from lightning_specdec.models.base import select
 from lightning_specdec.models.huggingface import HuggingFaceLM
 
 OPEN = ["llama", "gpt2", "gpt_neox"]
-"""Families whose output head can be called by itself."""
+"""Families whose output head can be called separately."""
 VOCAB = 11
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4]]
 """The prompts of the law tests, which import this file."""
