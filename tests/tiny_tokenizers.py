@@ -30,6 +30,17 @@ PROSE = [
 ]
 
 
+def trained(
+    model: Any, pre_tokenizer: Any, decoder: Any, trainer: Any, lines: Sequence[str]
+) -> Tokenizer:
+    """A tokenizer with these parts, trained on the lines."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoder
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer
+
+
 def byte_level(
     lines: Sequence[str] = ENGLISH,
     *,
@@ -38,16 +49,14 @@ def byte_level(
     **options: Any,
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE as in GPT-2. The special tokens come first."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(lines, trainer)
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = trained(models.BPE(), pre_tokenizer, decoders.ByteLevel(), trainer, lines)
     return wrap(tokenizer, **{"bos_token": special[0], "eos_token": special[1], **options})
 
 
@@ -105,16 +114,15 @@ def sentencepiece(
 
 def unigram() -> PreTrainedTokenizerFast:
     """Unigram over words that begin with a mark, without byte tokens, as in XGLM and T5."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
         vocab_size=120,
         special_tokens=["<unk>", "<s>", "</s>"],
         unk_token="<unk>",
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*ENGLISH, *PROSE], trainer)
+    pre_tokenizer = pre_tokenizers.Metaspace()
+    decoder = decoders.Metaspace()
+    tokenizer = trained(models.Unigram(), pre_tokenizer, decoder, trainer, [*ENGLISH, *PROSE])
     wrapped = wrap(tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
     wrapped.add_tokens([f"{SPACE_MARK}{SPACE_MARK}two{SPACE_MARK}words"])
     return wrapped
@@ -122,28 +130,28 @@ def unigram() -> PreTrainedTokenizerFast:
 
 def wordpiece() -> PreTrainedTokenizerFast:
     """WordPiece, as in BERT and the causal models made from it."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
     trainer = trainers.WordPieceTrainer(
         vocab_size=120, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False
     )
-    tokenizer.train_from_iterator([*ENGLISH, *PROSE], trainer)
+    model = models.WordPiece(unk_token="[UNK]")
+    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    decoder = decoders.WordPiece()
+    tokenizer = trained(model, pre_tokenizer, decoder, trainer, [*ENGLISH, *PROSE])
     return wrap(tokenizer, unk_token="[UNK]", bos_token="[CLS]", eos_token="[SEP]")
 
 
 def end_of_word_bpe() -> PreTrainedTokenizerFast:
     """BPE that marks the ends of words, as in the first GPT."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.BPEDecoder()
     trainer = trainers.BpeTrainer(
         vocab_size=120,
         special_tokens=["<unk>", "<s>", "</s>"],
         end_of_word_suffix="</w>",
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*ENGLISH, *PROSE], trainer)
+    model = models.BPE(unk_token="<unk>", end_of_word_suffix="</w>")
+    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    decoder = decoders.BPEDecoder()
+    tokenizer = trained(model, pre_tokenizer, decoder, trainer, [*ENGLISH, *PROSE])
     return wrap(tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
