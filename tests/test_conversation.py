@@ -17,7 +17,7 @@ from lightning_specdec.decoding import session as module
 from lightning_specdec.decoding.session import Conversation
 from lightning_specdec.rules import Sampling
 
-TURNS = [[3, 1, 4], [7], [2, 7, 1, 8, 2, 8], [10, 0, 10], [6]]
+TURNS = [[3, 1, 4], [7], [2, 7, 1, 8, 2, 8], [10, 0, 10]]
 NEW = 9
 
 
@@ -221,13 +221,13 @@ def test_no_turn_draws_from_the_noise_of_another() -> None:
 
 
 @pytest.mark.parametrize(("target", "drafter"), cases.ONE_EACH)
-def test_rows_are_resumed_while_others_go_on(target: str, drafter: str) -> None:
+def test_rows_are_resumed_while_others_continue(target: str, drafter: str) -> None:
     generator = random.Random(8)
     model = cases.target(target)
     session = Session(model, cases.drafter(drafter, target), max_length=400, eos=cases.EOS)
     rows = [session.add(prompt, max_new_tokens=5) for prompt in cases.PROMPTS]
     finished_rows: list[Request] = []
-    for _ in range(30):
+    for _ in range(20):
         session.step()
         for index, row in enumerate(rows):
             if row.live or generator.random() >= 0.7:
@@ -236,12 +236,11 @@ def test_rows_are_resumed_while_others_go_on(target: str, drafter: str) -> None:
             turn = [generator.randrange(cases.VOCAB) for _ in range(2)]
             num_new_tokens = generator.randint(1, 8)
             rows[index] = session.resume(row, [*row.text, *turn], max_new_tokens=num_new_tokens)
+    assert len(finished_rows) > 12
 
-    assert len(finished_rows) > 20
-    for row in finished_rows:
-        prompt = row.text[: row.prompt_length]
+    # Rows of a batch are decoded independently, so one batch gives all expected answers.
+    prompts = [row.text[: row.prompt_length] for row in finished_rows]
+    answers = autoregressive_decode(model, prompts, max_new_tokens=8, eos=cases.EOS).tokens
+    for row, answer in zip(finished_rows, answers, strict=True):
         num_new_tokens = row.max_length - row.prompt_length
-        expected = autoregressive_decode(
-            model, prompt, max_new_tokens=num_new_tokens, eos=cases.EOS
-        )
-        assert row.text[row.prompt_length :] == expected.tokens[0]
+        assert row.text[row.prompt_length :] == answer[:num_new_tokens]
