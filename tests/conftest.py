@@ -17,7 +17,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 SHAPE_CHECK_SHARE = 16
-"""One test in this many checks the shapes of all calls, which takes three times as long."""
+"""One test in this many checks shapes, which may take three times as long."""
 TENSOR_FACTORIES = (
     "tensor",
     "arange",
