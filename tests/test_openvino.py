@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import gc
 import json
 import logging
@@ -25,13 +26,20 @@ from cli_fixtures import refused, succeed
 from families import tiny
 from tiny_eagle import eagle
 from tiny_heads import heads
+from torch import Tensor
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.config.files import cache_home
 from lightning_specdec.decoding import Session
 from lightning_specdec.decoding.session import run
 from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, StagedDrafter, eagle_openvino
-from lightning_specdec.models import LanguageModel, agreement, backend_timing, loading
+from lightning_specdec.models import (
+    LanguageModel,
+    agreement,
+    backend_timing,
+    loading,
+    paged_state,
+)
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.openvino import Compiled, OpenVINOLM
 from lightning_specdec.models.paged_state import CallSizes, PagedState
@@ -39,6 +47,8 @@ from lightning_specdec.models.threads import one_thread
 
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral"]
 """Grouped queries; norms of queries and keys; learned positions; a sliding window of 5."""
+
+assert_close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
@@ -49,167 +59,201 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused writes nothing here."""
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`refused` checks that nothing is written to the current directory."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
 
+@functools.cache
+def torch_llama() -> HuggingFaceLM:
+    """A llama of 96 positions. Do not write to it."""
+    return HuggingFaceLM(tiny("llama"))
+
+
+@functools.cache
+def openvino_llama() -> OpenVINOLM:
+    """The same llama, converted. Do not write to it."""
+    return OpenVINOLM.of(torch_llama())
+
+
+@functools.cache
+def long_llamas() -> tuple[HuggingFaceLM, OpenVINOLM]:
+    """A llama of 600 positions in torch and in OpenVINO. Do not write to them."""
+    model = HuggingFaceLM(tiny("llama", max_position_embeddings=600))
+    return model, OpenVINOLM.of(model)
+
+
+def saved_llama(tmp_path: Path) -> str:
+    """Write a llama to a directory and return its path."""
+    directory = tmp_path / "model"
+    tiny("llama").save_pretrained(directory)
+    return str(directory)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
 def test_logits_and_features_are_those_of_torch(family: str) -> None:
-    """Of whole texts, and of ragged calls after going back, on rows that change places."""
+    """For whole texts, for ragged calls after truncation, and for rows in another order."""
     model = HuggingFaceLM(tiny(family))
-    other = OpenVINOLM.of(model)
+    converted = OpenVINOLM.of(model)
     generator = torch.Generator().manual_seed(1)
 
-    def drawn(num_tokens: int) -> torch.Tensor:
+    def draw_tokens(num_tokens: int) -> Tensor:
         return torch.randint(model.vocab_size, (3, num_tokens), generator=generator)
 
-    tokens = drawn(40)
-    wanted, got = model(tokens, features=(0, 2)), other(tokens, features=(0, 2))
-    for expected, found in (
-        (wanted.logits, got.logits),
-        *((wanted.features[i], got.features[i]) for i in (0, 2)),
-    ):
-        torch.testing.assert_close(found, expected.detach(), atol=1e-4, rtol=1e-4)
-    states = model.init_state(3, 60), other.init_state(3, 60)
-    for num_tokens, valid, back in (
+    tokens = draw_tokens(40)
+    expected = model(tokens, features=(0, 2))
+    output = converted(tokens, features=(0, 2))
+    assert_close(output.logits, expected.logits)
+    for layer in (0, 2):
+        assert_close(output.features[layer], expected.features[layer])
+
+    torch_state = model.init_state(3, 60)
+    state = converted.init_state(3, 60)
+    for num_tokens, valid_lengths, truncated_lengths in (
         (33, [33, 3, 7], [31, 2, 7]),
         (5, [5, 0, 5], [32, 2, 9]),
         (4, [4, 1, 3], None),
     ):
-        tokens = drawn(num_tokens)
-        wanted, got = (
-            each(tokens, state, valid_lengths=valid)
-            for each, state in zip((model, other), states, strict=True)
-        )
-        real = torch.arange(num_tokens) < torch.tensor(valid)[:, None]
-        torch.testing.assert_close(
-            got.logits[real], wanted.logits[real].detach(), atol=1e-4, rtol=1e-4
-        )
-        for state in states:
-            if back is not None:
-                state.truncate(back)
-    for state in states:
-        state.select([2, -1, 0])
-    tokens = drawn(2)
-    wanted, got = model(tokens, states[0]), other(tokens, states[1])
-    torch.testing.assert_close(got.logits, wanted.logits.detach(), atol=1e-4, rtol=1e-4)
+        tokens = draw_tokens(num_tokens)
+        expected_logits = model(tokens, torch_state, valid_lengths=valid_lengths).logits
+        logits = converted(tokens, state, valid_lengths=valid_lengths).logits
+        is_valid = torch.arange(num_tokens) < torch.tensor(valid_lengths)[:, None]
+        assert_close(logits[is_valid], expected_logits[is_valid])
+        if truncated_lengths is not None:
+            torch_state.truncate(truncated_lengths)
+            state.truncate(truncated_lengths)
+
+    torch_state.select([2, -1, 0])
+    state.select([2, -1, 0])
+    tokens = draw_tokens(2)
+    assert_close(converted(tokens, state).logits, model(tokens, torch_state).logits)
 
 
-def test_calls_keep_recent_sizes_and_padding_changes_nothing(
+@torch.no_grad()
+def test_calls_keep_the_last_size_and_padding_changes_no_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Calls on a few tokens have few sizes, those on one that of the last call, until changing
-    would have been cheaper and up to the row's last slot."""
-    monkeypatch.setattr("lightning_specdec.models.paged_state.MAX_ATTENDED_IN_A_ROW", 8 * 5 * 160)
-    model, sizes = HuggingFaceLM(tiny("llama")), list[tuple[int, int]]()
-    other, run_graph = OpenVINOLM.of(model), Compiled.run
+    """A call on one token keeps the size of the last call until its padding costs more than a
+    change of size, or until the row has no slots left for padding."""
+    monkeypatch.setattr(paged_state, "MAX_ATTENDED_IN_A_ROW", 8 * 5 * 160)
+    model = torch_llama()
+    converted = openvino_llama()
+    sizes: list[tuple[int, int]] = []
+    original_run = Compiled.run
 
-    def watched(compiled: Compiled, inputs: Any, *more: Any) -> Any:
-        sizes.append((len(inputs[0]), len(inputs[1])))
-        return run_graph(compiled, inputs, *more)
+    def recording_run(compiled: Compiled, inputs: Any, *more: Any) -> Any:
+        num_tokens = len(inputs[0])
+        num_scored = len(inputs[1])
+        sizes.append((num_tokens, num_scored))
+        return original_run(compiled, inputs, *more)
 
-    monkeypatch.setattr(Compiled, "run", watched)
-    states, tokens = (
-        (model.init_state(1, 64), other.init_state(1, 64)),
-        torch.arange(64)[None] * 7919 % 67,
-    )
+    monkeypatch.setattr(Compiled, "run", recording_run)
+    torch_state = model.init_state(1, 64)
+    state = converted.init_state(1, 64)
+    text = torch.arange(64)[None] * 7919 % 67
     for num_tokens in (20, 6, 1, 4, *[1] * 8, 4, *[2] * 10, 1):
-        start = states[0].consumed[0]
-        given = tokens[:, start : start + num_tokens]
-        wanted, got = (
-            each(given, state).logits for each, state in zip((model, other), states, strict=True)
-        )
-        torch.testing.assert_close(got, wanted.detach(), atol=1e-4, rtol=1e-4)
-    assert states[1].consumed == [64] and sizes[:4] == [(20, 20), (6, 6), (6, 1), (6, 6)]
-    assert sizes[11:14] == [(1, 1), (6, 6), (6, 6)] and sizes[-1] == (1, 1), (
-        "no room for padding in the last slot"
-    )
-    other(tokens[:, :1], other.init_state(1, 64))
-    assert sizes[-1] == (1, 1), "what ran before with other states"
-    long, quantized = CallSizes(), CallSizes(token_cost=1500)
-    assert [long.padded(number, 4000) for number in (1, 6, 1, 5)] == [1, 6, 1, 6], (
-        "padding attends to the context too"
-    )
-    monkeypatch.undo()
+        start = state.consumed[0]
+        tokens = text[:, start : start + num_tokens]
+        assert_close(converted(tokens, state).logits, model(tokens, torch_state).logits)
+    assert state.consumed == [64]
+    assert sizes[:4] == [(20, 20), (6, 6), (6, 1), (6, 6)]
+    assert sizes[11:14] == [(1, 1), (6, 6), (6, 6)]
+    assert sizes[-1] == (1, 1), "the last slot leaves no room for padding"
+
+    # The calls of another state do not count.
+    converted(text[:, :1], converted.init_state(1, 64))
+    assert sizes[-1] == (1, 1)
+
+
+def test_a_long_context_allows_less_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding attends to the context too."""
+    monkeypatch.setattr(paged_state, "MAX_ATTENDED_IN_A_ROW", 8 * 5 * 160)
+    sizes = CallSizes()
+    assert [sizes.padded(number, 4000) for number in (1, 6, 1, 5)] == [1, 6, 1, 6]
+
+
+def test_a_padding_token_costs_more_with_quantized_weights() -> None:
+    quantized = CallSizes(token_cost=1500)
     assert [quantized.padded(number, 100) for number in (6, 1, 1, 1, 1)] == [6, 6, 6, 6, 1]
-    assert [quantized.padded(number) for number in (40, 36, 30, 9, 5, 17)] == [
-        40,
-        40,
-        30,
-        10,
-        10,
-        17,
-    ]
+    numbers = (40, 36, 30, 9, 5, 17)
+    assert [quantized.padded(number) for number in numbers] == [40, 40, 30, 10, 10, 17]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_layers_divided_behind_an_exit_compute_the_same(
+@torch.no_grad()
+def test_layers_that_are_split_at_an_exit_compute_the_same(
     dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        torch.cpu, "_is_amx_tile_supported", lambda: False
-    )  # layers this small run on one thread
+    # Layers this small run on one thread, which is refused on processors with AMX.
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     model = HuggingFaceLM(tiny("llama")).to(dtype)
-    other, tokens = (
-        OpenVINOLM.of(model),
-        torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(1)),
-    )
-    whole = other(tokens, features=(0, 2))
-    other.check_exit(1)
-    divided = other(tokens, features=(0, 2))
-    for expected, found in (
-        (whole.logits, divided.logits),
-        *((whole.features[i], divided.features[i]) for i in (0, 2)),
-    ):
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    lower = [
-        each.lower(tokens, each.init_state(2, 9), [0, 0], 1).detach() for each in (model, other)
-    ]
-    torch.testing.assert_close(lower[1], lower[0], atol=tolerance, rtol=tolerance)
+    converted = OpenVINOLM.of(model)
+    tokens = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(1))
+    whole_output = converted(tokens, features=(0, 2))
+
+    converted.check_exit(1)
+    split_output = converted(tokens, features=(0, 2))
+    close = functools.partial(torch.testing.assert_close, atol=tolerance, rtol=tolerance)
+    close(split_output.logits, whole_output.logits)
+    for layer in (0, 2):
+        close(split_output.features[layer], whole_output.features[layer])
+
+    lower_layers = converted.lower(tokens, converted.init_state(2, 9), [0, 0], 1)
+    torch_lower_layers = model.lower(tokens, model.init_state(2, 9), [0, 0], 1)
+    close(lower_layers, torch_lower_layers)
 
 
 @pytest.mark.parametrize(
-    "drafter", [EarlyExitDrafter(1), StagedDrafter([NGramDrafter(), EarlyExitDrafter(1)])]
+    "drafter",
+    [EarlyExitDrafter(1), StagedDrafter([NGramDrafter(), EarlyExitDrafter(1)])],
+    ids=["early_exit", "staged"],
 )
 def test_a_row_near_its_end_shares_a_call_with_a_long_prompt(drafter: Any) -> None:
-    model, texts = HuggingFaceLM(tiny("llama")), []
-    for each in (model, OpenVINOLM.of(model)):
-        session = Session(each, drafter, max_length=60, num_draft_tokens=3, batch_size=2)
-        rows = [session.add([1, 2, 3, 4], max_new_tokens=50)]
-        while len(rows[0].text) < 45:
+    # An exit splits the converted layers, so the shared model is not used here.
+    texts = []
+    for model in (torch_llama(), OpenVINOLM.of(torch_llama())):
+        session = Session(model, drafter, max_length=60, num_draft_tokens=3, batch_size=2)
+        long_request = session.add([1, 2, 3, 4], max_new_tokens=50)
+        while len(long_request.text) < 45:
             session.step()
-        rows.append(session.add(list(range(50)), max_new_tokens=8))
+        late_request = session.add(list(range(50)), max_new_tokens=8)
         run(session)
-        texts.append([row.text for row in rows])
-    assert texts[0] == texts[1]
+        texts.append([long_request.text, late_request.text])
+    in_torch, in_openvino = texts
+    assert in_openvino == in_torch
 
 
 def test_two_decoders_share_a_model_in_two_threads() -> None:
-    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", max_position_embeddings=200)))
-    decoders = [SpeculativeDecoder(model, drafter) for drafter in (NGramDrafter(), eagle(model))]
-    pairs = list(zip(decoders, ([1, 2, 3], [4, 5, 6, 7]), strict=True))
+    _, model = long_llamas()
+    decoders = [SpeculativeDecoder(model, NGramDrafter()), SpeculativeDecoder(model, eagle(model))]
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
 
-    def decode(pair: Any) -> Any:
-        return pair[0].decode(pair[1], max_new_tokens=60).tokens
+    def decode(decoder: SpeculativeDecoder, prompt: list[int]) -> Any:
+        return decoder.decode(prompt, max_new_tokens=60).tokens
 
-    wanted = [decode(pair) for pair in pairs]
+    one_after_the_other = list(map(decode, decoders, prompts))
     with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(decode, pairs)] == wanted
+        at_once = list(pool.map(decode, decoders, prompts))
+    assert at_once == one_after_the_other
 
 
 def test_two_threads_convert_heads_at_once(cache: Path) -> None:
-    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
-    decoders = [SpeculativeDecoder(model, eagle(model, norm_output=each)) for each in (False, True)]
+    model = openvino_llama()
+    decoders = []
+    for norm_output in (False, True):
+        decoders.append(SpeculativeDecoder(model, eagle(model, norm_output=norm_output)))
+
+    def decode(decoder: SpeculativeDecoder) -> Any:
+        return decoder.decode([1, 2], max_new_tokens=8).tokens
+
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(
-            lambda decoder: decoder.decode([1, 2], max_new_tokens=8).tokens, decoders
-        )
-    assert first == second
+        first_tokens, second_tokens = pool.map(decode, decoders)
+    assert first_tokens == second_tokens
 
 
-def test_threads_that_begin_within_one_thread_keep_all() -> None:
+def test_threads_that_begin_inside_one_thread_keep_their_number_of_threads() -> None:
     torch.set_num_threads(3)
     try:
         with one_thread(True), ThreadPoolExecutor(1) as pool:
@@ -221,24 +265,25 @@ def test_threads_that_begin_within_one_thread_keep_all() -> None:
 
 
 def test_a_head_keeps_the_embeddings_that_it_reads() -> None:
-    """A target whose weights are replaced does not free their memory."""
+    """They stay in memory when the target's weights are replaced."""
     model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
-    drafter, weight = eagle(model).fused(model), model.embedding_table
+    drafter = eagle(model).fused(model)
+    weight = model.embedding_table
     assert weight is not None
     memory = weakref.ref(weight.untyped_storage())
     weight.data = torch.zeros(1)
     gc.collect()
-    assert drafter.in_openvino and memory() is not None
+    assert drafter.in_openvino
+    assert memory() is not None
 
 
-@pytest.mark.parametrize("make", [eagle, heads])
-def test_heads_of_other_types_draft_in_torch(make: Callable[[LanguageModel], Any]) -> None:
-    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
-    decoder = SpeculativeDecoder(model, deepcopy(make(model)).to(torch.float16))
-    assert (
-        decoder.decode([1, 2], max_new_tokens=8).tokens
-        == decoder.decode_standard([1, 2], max_new_tokens=8).tokens
-    )
+@pytest.mark.parametrize("make_heads", [eagle, heads])
+def test_heads_in_float16_draft_in_torch(make_heads: Callable[[LanguageModel], Any]) -> None:
+    model = openvino_llama()
+    drafter = deepcopy(make_heads(model)).to(torch.float16)
+    decoder = SpeculativeDecoder(model, drafter)
+    result = decoder.decode([1, 2], max_new_tokens=8)
+    assert result.tokens == decoder.decode_standard([1, 2], max_new_tokens=8).tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -246,11 +291,10 @@ def test_greedy_decoding_equals_generate_of_transformers(family: str) -> None:
     hugging_face = tiny(family)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    expected = hugging_face.generate(  # type: ignore[operator]
-        torch.tensor([prompt]), **options
-    )[0, len(prompt) :].tolist()
+    generated = hugging_face.generate(torch.tensor([prompt]), **options)  # type: ignore[operator]
+    expected_tokens = generated[0, len(prompt) :].tolist()
     decoder = SpeculativeDecoder(OpenVINOLM.of(HuggingFaceLM(hugging_face)), NGramDrafter())
-    assert decoder.decode([prompt], max_new_tokens=24).tokens == [expected]
+    assert decoder.decode([prompt], max_new_tokens=24).tokens == [expected_tokens]
 
 
 HEADS: dict[str, Callable[[LanguageModel], Any]] = {
@@ -265,76 +309,92 @@ HEADS: dict[str, Callable[[LanguageModel], Any]] = {
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_trained_heads_draft_as_in_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In ragged batches whose rows begin and end at different times, far behind the beginning too;
-    where OpenVINO draws the tokens itself, in longer windows, and at random."""
-    monkeypatch.setattr(eagle_openvino, "QUANTIZATION", None)  # int8 may draft other tokens
-    model, drafted = HuggingFaceLM(tiny("llama", max_position_embeddings=600)), list[list[Any]]()
-    drafter = HEADS[kind](model)
-    whole = type(drafter).propose
+    """In ragged batches whose rows end at different times, after long prompts, in windows of any
+    size, greedily (where OpenVINO chooses the tokens) and with sampling."""
+    # Quantized heads may draft other tokens.
+    monkeypatch.setattr(eagle_openvino, "QUANTIZATION", None)
+    torch_model, openvino_model = long_llamas()
+    drafter = HEADS[kind](torch_model)
+    original_propose = type(drafter).propose
+    drafts: list[Any] = []
+    backends: set[bool] = set()
 
-    def propose(*arguments: Any) -> Any:
-        draft = whole(*arguments)
+    def recording_propose(self: Any, *arguments: Any) -> Any:
+        draft = original_propose(self, *arguments)
         lengths = None if draft.lengths is None else draft.lengths.tolist()
-        drafted[-1].append((draft.tokens.tolist(), lengths, bool(arguments[0].in_openvino)))
+        drafts.append((draft.tokens.tolist(), lengths))
+        backends.add(bool(self.in_openvino))
         return draft
 
-    monkeypatch.setattr(type(drafter), "propose", propose)
-    prompts, answers = [[3, 1, 4, 1, 5] * 100, [5, 6], [9, 2, 9, 2, 9, 2]], []
-    for target in (model, OpenVINOLM.of(model)):
-        drafted.append([])
-        decoder, answer = SpeculativeDecoder(target, drafter, num_draft_tokens=3), []
+    monkeypatch.setattr(type(drafter), "propose", recording_propose)
+    prompts = [[3, 1, 4, 1, 5] * 100, [5, 6], [9, 2, 9, 2, 9, 2]]
+
+    def decode(target: LanguageModel) -> tuple[list[Any], list[Any], set[bool]]:
+        """The decoded tokens, all drafts, and whether they were computed in OpenVINO."""
+        drafts.clear()
+        backends.clear()
+        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=3)
+        tokens = []
         for options in ({}, {"num_draft_tokens": 1}, {"num_draft_tokens": 7}, {"temperature": 1.0}):
-            answer.append(decoder.decode(prompts, max_new_tokens=12, **options).tokens)
-        answers.append(answer)
-    assert answers[0] == answers[1]
-    in_torch, in_openvino = drafted
-    assert [each[:2] for each in in_torch] == [each[:2] for each in in_openvino]
-    assert {each[2] for each in in_openvino} == {True} != {each[2] for each in in_torch}
+            tokens.append(decoder.decode(prompts, max_new_tokens=12, **options).tokens)
+        return tokens, drafts[:], backends.copy()
+
+    torch_tokens, torch_drafts, torch_backends = decode(torch_model)
+    tokens, openvino_drafts, openvino_backends = decode(openvino_model)
+    assert tokens == torch_tokens
+    assert openvino_drafts == torch_drafts
+    assert openvino_backends == {True}
+    assert torch_backends == {False}
 
 
 def test_padding_takes_no_slots_from_the_tokens_that_follow_in_a_call() -> None:
     state = PagedState(1, 64, sizes=[(1, 2, 2)], dtype=torch.float32)
+    num_following = 4
     for start in range(50, 59):
-        positions, *_, longest = state.plan_call([start], [2], size=6, num_following=4).inputs
-        assert len(positions) == min(6, 60 - start) and longest == start + len(positions) + 4 <= 64
+        call = state.plan_call([start], [2], size=6, num_following=num_following)
+        num_tokens = len(call.positions)
+        context_length = call.inputs[-1]
+        assert num_tokens == min(6, 64 - num_following - start)
+        assert context_length == start + num_tokens + num_following
+        assert context_length <= 64
 
 
 def test_keys_and_values_of_float32_models_are_kept_in_float32() -> None:
-    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
-    compiled = model._graphs[0].compiled.request.get_compiled_model()
+    compiled = openvino_llama()._graphs[0].compiled.request.get_compiled_model()
     for name in ("KV_CACHE_PRECISION", "INFERENCE_PRECISION_HINT"):
         assert compiled.get_property(name) == openvino.Type.f32
 
 
-@pytest.mark.parametrize(("quantization", "size"), [("int8", 64), ("int4", 64), ("int4", 40)])
-def test_drafting_is_lossless_towards_the_quantized_target(quantization: str, size: int) -> None:
-    model = OpenVINOLM.of(
-        HuggingFaceLM(tiny("llama", hidden_size=size, intermediate_size=2 * size)), quantization
-    )
+@pytest.mark.parametrize(
+    ("quantization", "hidden_size"), [("int8", 64), ("int4", 64), ("int4", 40)]
+)
+def test_drafting_is_lossless_with_respect_to_the_quantized_target(
+    quantization: str, hidden_size: int
+) -> None:
+    config = tiny("llama", hidden_size=hidden_size, intermediate_size=2 * hidden_size)
+    model = OpenVINOLM.of(HuggingFaceLM(config), quantization)
     decoder = SpeculativeDecoder(model, NGramDrafter())
     prompts = [[5, 6, 7, 5, 6], [9]]
     for temperature in (0.0, 1.0):
-        standard = decoder.decode_standard(prompts, max_new_tokens=16, temperature=temperature)
-        assert (
-            decoder.decode(prompts, max_new_tokens=16, temperature=temperature).tokens
-            == standard.tokens
-        )
+        options: dict[str, Any] = {"max_new_tokens": 16, "temperature": temperature}
+        standard = decoder.decode_standard(prompts, **options)
+        assert decoder.decode(prompts, **options).tokens == standard.tokens
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_calls_of_all_widths_and_batches_compute_the_same_bits(quantization: str) -> None:
-    """Whatever calls came before, and however long a row's neighbors are."""
+    """The calls before it and the lengths of the other rows do not matter."""
     config = tiny("llama", hidden_size=128, intermediate_size=256)
     model = OpenVINOLM.of(HuggingFaceLM(config), quantization)
     text = torch.arange(44)[None] * 7919 % model.vocab_size
-    expected = model(text).logits
+    expected_logits = model(text).logits
 
     for call_length in (1, 2, 3, 5, 8, 17):
         for batch_size in (1, 2, 3):
             state = model.init_state(batch_size, 44)
             rows = text.expand(batch_size, -1)
-            logits = [model(calls, state).logits for calls in rows.split(call_length, dim=1)]
-            assert torch.equal(torch.cat(logits, 1), expected.expand(batch_size, -1, -1))
+            logits = [model(tokens, state).logits for tokens in rows.split(call_length, dim=1)]
+            assert torch.equal(torch.cat(logits, 1), expected_logits.expand(batch_size, -1, -1))
 
     state = model.init_state(3, 44)
     for lengths in ([20, 1, 2], [1, 7, 1], [1, 0, 1], [4, 1, 1], [1, 1, 3]):
@@ -343,119 +403,132 @@ def test_quantized_calls_of_all_widths_and_batches_compute_the_same_bits(quantiz
         tokens = torch.cat([text[:, start : start + longest] for start in starts])
         logits = model(tokens, state, valid_lengths=lengths).logits
         for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            assert torch.equal(logits[row, :length], expected[0, start : start + length])
+            row_logits = expected_logits[0, start : start + length]
+            assert torch.equal(logits[row, :length], row_logits)
 
 
 def test_quantized_early_exits_compute_the_same_bits(cache: Path) -> None:
     model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", hidden_size=128)), "int8")
     decoder = SpeculativeDecoder(model, EarlyExitDrafter(1))
+    prompts = [[5, 6, 7, 5, 6], [9]]
     for temperature in (0.0, 1.0):
         options: dict[str, Any] = {"max_new_tokens": 40, "temperature": temperature}
-        standard = decoder.decode_standard([[5, 6, 7, 5, 6], [9]], **options)
-        assert decoder.decode([[5, 6, 7, 5, 6], [9]], **options).tokens == standard.tokens
-        assert standard.lossless and standard.lossy_reason is None
+        standard = decoder.decode_standard(prompts, **options)
+        assert decoder.decode(prompts, **options).tokens == standard.tokens
+        assert standard.lossless
+        assert standard.lossy_reason is None
 
 
-def test_activations_stay_as_they_are_where_widths_would_disagree(
+def test_activations_are_not_quantized_where_the_bits_would_depend_on_the_width(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a processor whose kernels add up in another order for each width."""
-    outcome = agreement.Agreement(0.01, 1e-4, "one token")
-    monkeypatch.setattr("lightning_specdec.models.openvino.agreement_of", lambda model: outcome)
-    model = HuggingFaceLM(tiny("llama"))
-    assert OpenVINOLM.of(model, "int8").dynamic_group == 0
-    assert OpenVINOLM.of(model).dynamic_group > 0
+    # As on a processor whose kernels add up in another order for each width.
+    disagreement = agreement.Agreement(0.01, 1e-4, "one token")
+    agreement_of = "lightning_specdec.models.openvino.agreement_of"
+    monkeypatch.setattr(agreement_of, lambda model: disagreement)
+    assert OpenVINOLM.of(torch_llama(), "int8").dynamic_group == 0
+    assert OpenVINOLM.of(torch_llama()).dynamic_group > 0
 
 
-def test_a_model_is_converted_once_and_nobody_is_told(
+def test_a_model_is_converted_once_and_nothing_is_logged_or_reported(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Neither transformers nor OpenVINO prints a warning, and no telemetry is sent."""
     transformers.utils.logging.warning_once.cache_clear()
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     reports: list[Any] = []
-    monkeypatch.setattr(
-        "openvino_telemetry.backend.backend_ga4.GA4Backend.send",
-        lambda self, message: reports.append(message),
-    )
-    model = HuggingFaceLM(tiny("llama"))
-    first = OpenVINOLM.of(model)
+    send = "openvino_telemetry.backend.backend_ga4.GA4Backend.send"
+    monkeypatch.setattr(send, lambda self, message: reports.append(message))
+
+    first = OpenVINOLM.of(torch_llama())
     monkeypatch.setattr("lightning_specdec.models.openvino.convert", None)
-    assert OpenVINOLM.of(model).directory == first.directory and not reports and not caplog.messages
-    weights, sums = first.directory / "model.bin", first.directory / "sha256.json"
-    for file, damage in (
-        (weights, weights.read_bytes()[:-1]),
-        (sums, None),
-        (sums, b"{"),
-        (sums, b"{}"),
+    assert OpenVINOLM.of(torch_llama()).directory == first.directory
+    assert not reports
+    assert not caplog.messages
+
+
+def test_a_damaged_conversion_is_refused(cache: Path) -> None:
+    directory = OpenVINOLM.of(torch_llama()).directory
+    weights_path = directory / "model.bin"
+    digests_path = directory / "sha256.json"
+    truncated_weights = weights_path.read_bytes()[:-1]
+    for path, damaged_content in (
+        (weights_path, truncated_weights),
+        (digests_path, None),
+        (digests_path, b"{"),
+        (digests_path, b"{}"),
     ):
-        whole = file.read_bytes()
-        file.unlink() if damage is None else file.write_bytes(damage)
+        content = path.read_bytes()
+        if damaged_content is None:
+            path.unlink()
+        else:
+            path.write_bytes(damaged_content)
         with pytest.raises(ValueError, match="is damaged: delete it"):
-            OpenVINOLM.of(model)
-        file.write_bytes(whole)
-    assert OpenVINOLM.of(model).directory == first.directory
+            OpenVINOLM.of(torch_llama())
+        path.write_bytes(content)
+    assert OpenVINOLM.of(torch_llama()).directory == directory
 
 
 def test_weights_that_change_in_memory_are_not_served_by_an_old_conversion(
     tmp_path: Path, cache: Path
 ) -> None:
-    tiny("llama").save_pretrained(tmp_path / "model")
-    model = loading.load_model(tmp_path / "model")
-    other = OpenVINOLM.of(model)
-    decoder = SpeculativeDecoder(other)
+    model = loading.load_model(saved_llama(tmp_path))
+    converted = OpenVINOLM.of(model)
+    decoder = SpeculativeDecoder(converted)
     decoder.decode([5, 3, 9], max_new_tokens=4)
+
     model.model.lm_head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    tokens = torch.tensor([[1, 2]])
     with pytest.raises(ValueError, match="the weights changed after the model was converted"):
         decoder.decode([5, 3, 9], max_new_tokens=4)
     with pytest.raises(ValueError, match="the weights changed"):
-        other(torch.tensor([[1, 2]]))
-    anew = OpenVINOLM.of(model)
-    torch.testing.assert_close(
-        anew(torch.tensor([[1, 2]])).logits, model(torch.tensor([[1, 2]])).logits.detach()
-    )
-    assert anew.directory != other.directory
+        converted(tokens)
+
+    converted_again = OpenVINOLM.of(model)
+    assert converted_again.directory != converted.directory
+    torch.testing.assert_close(converted_again(tokens).logits, model(tokens).logits.detach())
 
 
-def test_a_converted_model_differs_by_its_settings_too(cache: Path) -> None:
-    """A window of attention is no weight."""
-    same = {"num_hidden_layers": 2, "seed": 3}
-    directories = {
-        OpenVINOLM.of(HuggingFaceLM(tiny(family, **same))).directory
-        for family in ("llama", "mistral")
-    }
-    assert len(directories) == 2
+def test_models_that_differ_only_in_settings_have_separate_conversions(cache: Path) -> None:
+    """Llama and Mistral have the same weights here, and only Mistral has an attention window."""
+    llama = OpenVINOLM.of(HuggingFaceLM(tiny("llama", 3, num_hidden_layers=2)))
+    mistral = OpenVINOLM.of(HuggingFaceLM(tiny("mistral", 3, num_hidden_layers=2)))
+    assert llama.directory != mistral.directory
 
 
-def test_auto_takes_the_faster_backend_and_remembers_it(
+def test_auto_leaves_small_models_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_llama()
+    assert loading.in_backend(model, "auto") is model
+
+
+def test_auto_selects_the_faster_backend_and_remembers_it(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = HuggingFaceLM(tiny("llama"))
-    assert loading.in_backend(model, "auto") is model  # too small to be worth it
+    model = torch_llama()
     monkeypatch.setattr(loading, "MOST_SMALL", 1)
-    assert sorted(backend_timing.call_seconds({"torch": model}, repeats=1)) == [
-        "torch"
-    ]  # a small vocabulary
-    for seconds, kind in (
+    # The prompt that is timed has more tokens than this vocabulary.
+    assert list(backend_timing.call_seconds({"torch": model}, repeats=1)) == ["torch"]
+
+    for seconds, faster_class in (
         ({"torch": 2.0, "openvino": 1.0}, OpenVINOLM),
         ({"torch": 1.0, "openvino": 2.0}, HuggingFaceLM),
     ):
         monkeypatch.setattr(backend_timing, "call_seconds", lambda models, seconds=seconds: seconds)
-        assert type(loading.in_backend(model, "auto")) is kind
+        assert type(loading.in_backend(model, "auto")) is faster_class
         monkeypatch.setattr(backend_timing, "call_seconds", None)
-        assert type(loading.in_backend(model, "auto")) is kind
-        (kept,) = cache.glob("backend-*.json")
-        assert json.loads(kept.read_text()) == seconds
-        kept.write_text('{"torch": ')  # a damaged file is measured again
+        assert type(loading.in_backend(model, "auto")) is faster_class
+
+        (timing_path,) = cache.glob("backend-*.json")
+        assert json.loads(timing_path.read_text()) == seconds
+        # A damaged file is measured again.
+        timing_path.write_text('{"torch": ')
 
 
-def test_a_model_is_loaded_in_the_backend_that_is_asked_for(tmp_path: Path, cache: Path) -> None:
-    tiny("llama").save_pretrained(tmp_path / "model")
-    for backend, kind in (
-        ("torch", HuggingFaceLM),
-        ("auto", HuggingFaceLM),
-        ("openvino", OpenVINOLM),
-    ):
-        assert type(loading.load_model(tmp_path / "model", backend=backend)) is kind
+def test_a_model_is_loaded_in_the_requested_backend(tmp_path: Path, cache: Path) -> None:
+    directory = saved_llama(tmp_path)
+    assert type(loading.load_model(directory, backend="torch")) is HuggingFaceLM
+    assert type(loading.load_model(directory, backend="auto")) is HuggingFaceLM
+    assert type(loading.load_model(directory, backend="openvino")) is OpenVINOLM
 
 
 @pytest.mark.parametrize(
@@ -465,18 +538,13 @@ def test_a_model_is_loaded_in_the_backend_that_is_asked_for(tmp_path: Path, cach
         ("llama", ["--dtype", "float64"], "OpenVINO computes in float32 or bfloat16, got float64"),
     ],
 )
-def test_what_it_cannot_run_is_refused(
+def test_a_model_that_openvino_cannot_run_is_refused(
     family: str, options: list[str], message: str, tmp_path: Path, cache: Path
 ) -> None:
-    tiny(family).save_pretrained(tmp_path / "model")
+    directory = tmp_path / "model"
+    tiny(family).save_pretrained(directory)
     refused(
-        "decode",
-        "--target",
-        str(tmp_path / "model"),
-        "--backend",
-        "openvino",
-        *options,
-        message=message,
+        "decode", "--target", str(directory), "--backend", "openvino", *options, message=message
     )
 
 
@@ -494,76 +562,71 @@ def test_one_thread_with_amx_is_refused_in_bfloat16(monkeypatch: pytest.MonkeyPa
         loading.check_openvino("cpu", torch.bfloat16)
 
 
-def test_a_missing_installation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny("llama").save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    refused(
-        "decode",
-        "--target",
-        str(tmp_path / "model"),
-        "--backend",
-        "openvino",
-        message="which is not installed",
-    )
-
-
-def test_a_cache_that_cannot_be_written_is_told(
+def test_a_missing_installation_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny("llama").save_pretrained(tmp_path / "model")
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    refused("decode", "--target", str(tmp_path / "model"), "--backend", "openvino", message="file")
+    directory = saved_llama(tmp_path)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    decode = ("decode", "--target", directory, "--backend", "openvino")
+    refused(*decode, message="which is not installed")
 
 
-def test_a_full_disk_is_named_with_the_space_that_is_needed(cache: Path) -> None:
-    """Tried with a limit on the size of a file, which OpenVINO meets in the same way."""
-    model = HuggingFaceLM(tiny("llama"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+def test_a_cache_directory_that_is_a_file_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
+    decode = ("decode", "--target", saved_llama(tmp_path), "--backend", "openvino")
+    refused(*decode, message="a_file")
+
+
+def test_a_full_disk_is_reported_with_the_space_that_is_needed(cache: Path) -> None:
+    # A limit on the size of a file fails in the same way as a full disk.
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard_limit))
     try:
         with pytest.raises(ValueError, match=f"cannot be written to {cache}: it needs .* are free"):
-            OpenVINOLM.of(model)
+            OpenVINOLM.of(torch_llama())
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
     assert not list(cache.iterdir())
 
 
-def test_what_a_killed_conversion_left_is_removed_by_the_next_start(cache: Path) -> None:
-    """And what another process is still writing stays."""
+def test_the_next_start_removes_what_a_killed_conversion_left(cache: Path) -> None:
+    """Files that another process is still writing stay."""
     abandoned = cache / ".openvino-0123.abcdefgh"
     in_use = cache / ".openvino-0123.ijklmnop"
     for directory in (abandoned, in_use):
         directory.mkdir(parents=True)
         (directory / "model.bin").write_bytes(b"weights")
+
     lock = os.open(in_use, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
-        assert in_use.exists() and not abandoned.exists()
+        OpenVINOLM.of(torch_llama())
+        assert in_use.exists()
+        assert not abandoned.exists()
     finally:
         os.close(lock)
-    OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
+    OpenVINOLM.of(torch_llama())
     assert not in_use.exists()
 
 
-def test_a_cache_that_is_read_only_or_wrong_is_told_in_one_line(
+def test_a_cache_that_is_read_only_or_damaged_is_reported_in_one_line(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = HuggingFaceLM(tiny("llama"))
-    directory = OpenVINOLM.of(model).directory
-
+    directory = OpenVINOLM.of(torch_llama()).directory
     for path in directory.iterdir():
         path.unlink()
     (directory / "sha256.json").write_text("{}")
     with pytest.raises(ValueError, match="is damaged: delete it"):
-        OpenVINOLM.of(model)
+        OpenVINOLM.of(torch_llama())
 
     (directory / "sha256.json").unlink()
     directory.rmdir()
     directory.symlink_to(cache / "gone")
     with pytest.raises(ValueError, match="is a link to a directory that is gone: delete the link"):
-        OpenVINOLM.of(model)
+        OpenVINOLM.of(torch_llama())
     directory.unlink()
 
     def refuse(*arguments: Any, **options: Any) -> None:
@@ -571,26 +634,24 @@ def test_a_cache_that_is_read_only_or_wrong_is_told_in_one_line(
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
     with pytest.raises(ValueError, match=f"cannot be written to {cache}: Permission denied"):
-        OpenVINOLM.of(model)
+        OpenVINOLM.of(torch_llama())
 
 
-def test_decode_runs_in_openvino(tmp_path: Path, cache: Path) -> None:
-    tiny("llama").save_pretrained(tmp_path / "model")
-    prompt = ["--prompt", "3 1 4 1 5", "--max_new_tokens", "8", "--output", "json"]
-    outputs = [
-        succeed("decode", "--target", str(tmp_path / "model"), "--backend", backend, *prompt)
-        for backend in ("torch", "openvino")
-    ]
+def test_decode_generates_the_same_tokens_in_openvino(tmp_path: Path, cache: Path) -> None:
+    directory = saved_llama(tmp_path)
+    tokens = {}
+    for backend in ("torch", "openvino"):
+        model = ("--target", directory, "--backend", backend)
+        options = ("--prompt", "3 1 4 1 5", "--max_new_tokens", "8", "--output", "json")
+        document = succeed("decode", *model, *options).json
+        tokens[backend] = [prompt["speculative"]["tokens"] for prompt in document["prompts"]]
     assert list(cache.glob("openvino-*"))
-    in_torch, in_openvino = (
-        [each["speculative"]["tokens"] for each in output.json["prompts"]] for output in outputs
-    )
-    assert in_torch == in_openvino
+    assert tokens["openvino"] == tokens["torch"]
 
 
 def test_another_decoder_of_the_same_model_changes_nothing(cache: Path) -> None:
-    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama", max_position_embeddings=200)))
-    first = SpeculativeDecoder(model, NGramDrafter())
-    expected = first.decode([[1, 2, 3]], max_new_tokens=8).tokens
+    model = openvino_llama()
+    first_decoder = SpeculativeDecoder(model, NGramDrafter())
+    expected_tokens = first_decoder.decode([[1, 2, 3]], max_new_tokens=8).tokens
     SpeculativeDecoder(model, NGramDrafter()).decode([[1, 2, 3]], max_new_tokens=8)
-    assert first.decode([[1, 2, 3]], max_new_tokens=8).tokens == expected
+    assert first_decoder.decode([[1, 2, 3]], max_new_tokens=8).tokens == expected_tokens
