@@ -76,7 +76,7 @@ def test_recorded_rounds_decide_as_unrecorded_ones(name: str, rule: str, samplin
     target = cases.target("llama")
     drafter = cases.drafter(name, "llama")
     options: dict[str, Any] = {
-        "max_new_tokens": 14,
+        "max_new_tokens": 10,
         "sampling": SAMPLINGS[sampling],
         "seed": 3,
         "eos": cases.EOS,
@@ -87,7 +87,8 @@ def test_recorded_rounds_decide_as_unrecorded_ones(name: str, rule: str, samplin
 
     model = recorded_model(target)
     model_drafter = recorded_drafter(drafter)
-    for _ in range(2):  # the second time every call is replayed
+    # The second time every call is replayed.
+    for _ in range(2):
         result = speculative_decode(
             model,
             model_drafter,
@@ -135,7 +136,7 @@ def test_recordings_serve_every_token_and_every_later_session(
 
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads"])
 def test_a_next_turn_goes_on_over_recorded_calls(name: str) -> None:
-    """The states lag behind a resumed text by several tokens, which no recorded call may take for
+    """The states lack several tokens of a resumed text, which no recorded call may take for
     the last ones.
     """
     target = cases.target("llama")

@@ -33,8 +33,9 @@ def reference(family: str) -> Any:
 
 @functools.cache
 def ours(family: str) -> HuggingFaceLM:
-    """The same weights behind our interface."""
-    with torch.inference_mode(False):  # whichever test asks first, autograd may use it
+    """The same weights as a `LanguageModel`."""
+    # The first test may run in inference mode, and a later one may need gradients.
+    with torch.inference_mode(False):
         return HuggingFaceLM(tiny(family))
 
 
@@ -45,14 +46,18 @@ def packed(family: str) -> HuggingFaceLM:
 
 @functools.cache
 def generated(family: str, num_new: int) -> list[list[int]]:
-    """What transformers' own greedy decoding makes of `PROMPTS`."""
-    texts = [torch.tensor([prompt]) for prompt in PROMPTS]
-    options = {"max_new_tokens": num_new, "do_sample": False}
-    wholes = [
-        reference(family).generate(ids, attention_mask=torch.ones_like(ids), **options)
-        for ids in texts
-    ]
-    return [whole[0, ids.shape[1] :].tolist() for ids, whole in zip(texts, wholes, strict=True)]
+    """The new tokens of transformers' own greedy decoding for `PROMPTS`."""
+    rows = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        output = reference(family).generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=num_new,
+            do_sample=False,
+        )
+        rows.append(output[0, len(prompt) :].tolist())
+    return rows
 
 
 def random_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -65,70 +70,80 @@ def random_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 def test_ragged_pieces_through_the_state_give_the_logits_of_the_whole(
     family: str, form: object
 ) -> None:
-    """Pieces of other lengths for each row, right-padded, some tokens taken back and read anew."""
+    """Each row reads pieces of other lengths, right-padded. Some tokens are read twice."""
     model = form(family)  # type: ignore[operator]
-    tokens, expected = random_tokens(3, 24), reference(family)(random_tokens(3, 24)).logits
+    tokens = random_tokens(3, 24)
+    expected_logits = reference(family)(tokens).logits
     state = model.init_state(3, 24)
     pieces = [[7, 1, 4], [1, 6, 2], [5, 5, 1], [3, 1, 8]]
-    for round_number, counts in enumerate(pieces):
-        starts, places = (
-            list(state.consumed),
-            torch.tensor(state.consumed)[:, None] + torch.arange(max(counts)),
-        )
-        logits = model(tokens.gather(1, places.clamp(max=23)), state, valid_lengths=counts).logits
-        for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            assert_close(logits[b, :count], expected[b, start : start + count])
-        back = [(round_number + b) % 2 for b in range(3)]
-        state.truncate([length - each for length, each in zip(state.consumed, back, strict=True)])
+    for turn, lengths in enumerate(pieces):
+        starts = list(state.consumed)
+        positions = torch.tensor(starts)[:, None] + torch.arange(max(lengths))
+        piece = tokens.gather(1, positions.clamp(max=23))
+        logits = model(piece, state, valid_lengths=lengths).logits
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            assert_close(logits[row, :length], expected_logits[row, start : start + length])
+
+        # Every second row reads its last token again.
+        truncated_lengths = []
+        for row, length in enumerate(state.consumed):
+            truncated_lengths.append(length - (turn + row) % 2)
+        state.truncate(truncated_lengths)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
-def test_padding_far_behind_the_end_poisons_no_row(family: str, attention: str) -> None:
-    """A row near its end shares a call with a long prompt: its padding lies beyond the buffers."""
+def test_padding_beyond_the_last_slot_changes_no_row(family: str, attention: str) -> None:
+    """A row near its end shares a call with a long prompt, so its padding needs more slots than
+    there are."""
     inner: Any = tiny(family)
     inner.set_attn_implementation(attention)
-    target, long = HuggingFaceLM(inner), [7 * i % 60 + 1 for i in range(50)]
+    target = HuggingFaceLM(inner)
+    short_prompt = [1, 2, 3, 4, 5]
+    long_prompt = [7 * i % 60 + 1 for i in range(50)]
+
     session = Session(target, NGramDrafter(), max_length=60, batch_size=2)
-    first = session.add([1, 2, 3, 4, 5], max_new_tokens=55)
+    first = session.add(short_prompt, max_new_tokens=55)
     while first.remaining > 6:
         session.step()
-    second = session.add(long, max_new_tokens=8)
+    second = session.add(long_prompt, max_new_tokens=8)
     while session.step():
         pass
-    assert (
-        first.text[5:]
-        == autoregressive_decode(target, [1, 2, 3, 4, 5], max_new_tokens=55).tokens[0]
-    )
-    assert second.text[50:] == autoregressive_decode(target, long, max_new_tokens=8).tokens[0]
+
+    expected = autoregressive_decode(target, short_prompt, max_new_tokens=55)
+    assert first.text[len(short_prompt) :] == expected.tokens[0]
+    expected = autoregressive_decode(target, long_prompt, max_new_tokens=8)
+    assert second.text[len(long_prompt) :] == expected.tokens[0]
 
 
 @every_family
 @pytest.mark.parametrize("form", [ours, packed])
 def test_greedy_decoding_equals_generate(family: str, form: object) -> None:
-    together = autoregressive_decode(form(family), PROMPTS, max_new_tokens=40).tokens  # type: ignore[operator]
-    assert len({token for tokens in together for token in tokens}) > 8, (
-        "one token over and over would show nothing"
-    )
-    assert together == generated(family, 40)
+    num_new = 24
+    rows = autoregressive_decode(form(family), PROMPTS, max_new_tokens=num_new).tokens  # type: ignore[operator]
+    assert len(set().union(*rows)) > 8, "a model that repeats one token would show nothing"
+    assert rows == generated(family, num_new)
 
 
 @every_family
 @pytest.mark.parametrize("window", [1, 8])
 def test_greedy_speculative_output_is_the_standard_one(family: str, window: int) -> None:
-    target, near = ours(family), deepcopy(ours(family))
+    target = ours(family)
+    draft = deepcopy(target)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for weight in near.parameters():
-            weight.add_(
-                torch.randn(weight.shape, generator=generator) * 0.1 * weight.std().nan_to_num()
-            )
-    expected = autoregressive_decode(target, PROMPTS, max_new_tokens=30, eos=5)
+        for weight in draft.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.add_(0.1 * weight.std().nan_to_num() * noise)
+
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos": 5}
+    expected = autoregressive_decode(target, PROMPTS, **options)
     result = speculative_decode(
-        target, ModelDrafter(near), PROMPTS, max_new_tokens=30, num_draft_tokens=window, eos=5
+        target, ModelDrafter(draft), PROMPTS, num_draft_tokens=window, **options
     )
     assert result.tokens == expected.tokens
-    assert result.acceptance_rate is not None and 0 < result.acceptance_rate < 1
+    assert result.acceptance_rate is not None
+    assert 0 < result.acceptance_rate < 1
 
 
 @every_family
@@ -143,7 +158,7 @@ def test_a_ragged_batch_equals_its_rows_at_every_temperature(family: str) -> Non
 
 @every_family
 def test_a_text_may_fill_the_context_to_its_last_token(family: str) -> None:
-    """Padding and guesses behind the end of the context read no position that the model lacks."""
+    """Padding and draft tokens after the context's end read no position that the model lacks."""
     target, drafter = ours(family), ModelDrafter(ours(family))
     prompts = [list(range(60)), [1, 2]]
     result = speculative_decode(target, drafter, prompts, max_new_tokens=36, num_draft_tokens=5)

@@ -16,13 +16,15 @@ from transformers.models.gptj.modeling_gptj import GPTJBlock
 
 from lightning_specdec.decoding import autoregressive_decode
 from lightning_specdec.drafters import EarlyExitDrafter
-from lightning_specdec.models import ExitStates, KVState, ModelOutput
+from lightning_specdec.models import ExitStates, ModelOutput
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.layers import LayerStack, cache_name
 from lightning_specdec.models.packed import quantize
 
 WHOLE = ["gemma3_text", "gemma2", "gpt_oss", "gemma3n_text", "falcon", "opt", "cohere2"]
-WHOLE += ["gptj"] * (cache_name(GPTJBlock.forward) == "layer_past")  # before transformers 5.24
+if cache_name(GPTJBlock.forward) == "layer_past":
+    # Before transformers 5.24.
+    WHOLE.append("gptj")
 APART = [family for family in FAMILIES if family not in WHOLE]
 ALSO_APART = [family for family in MORE if family not in WHOLE]
 every_family = pytest.mark.parametrize("family", [*APART, *ALSO_APART])
@@ -53,10 +55,12 @@ def test_without_a_state_the_parts_give_the_models_own_logits_and_hidden_states(
     family: str,
 ) -> None:
     """Over more tokens than Mistral's window of five, and over fewer."""
-    model, reference = ours(family), tiny(family)
+    model = ours(family)
+    reference = tiny(family)
     assert model.takes_apart
+    layers = range(model.stack.num_layers)
     for length in (20, 3, 1):
-        tokens, layers = random_tokens(2, length), range(model.stack.num_layers)
+        tokens = random_tokens(2, length)
         expected = reference(tokens, output_hidden_states=True)
         output = model(tokens, features=layers)
         assert_close(output.logits, expected.logits)
@@ -65,16 +69,13 @@ def test_without_a_state_the_parts_give_the_models_own_logits_and_hidden_states(
         assert_close(model(tokens).logits, output.logits)
 
 
-def same(found: ModelOutput, expected: ModelOutput, lengths: list[int]) -> None:
-    """Logits and hidden states of the rows' own tokens."""
-    assert list(found.features) == list(expected.features)
-    pairs = [
-        (found.logits, expected.logits),
-        *((found.features[i], expected.features[i]) for i in found.features),
-    ]
-    for one, other in pairs:
-        for row, length in enumerate(lengths):
-            assert_close(one[row, :length], other[row, :length])
+def check_same(output: ModelOutput, expected: ModelOutput, lengths: list[int]) -> None:
+    """Compare the logits and hidden states of the rows' tokens, without padding."""
+    assert list(output.features) == list(expected.features)
+    for row, length in enumerate(lengths):
+        assert_close(output.logits[row, :length], expected.logits[row, :length])
+        for layer, feature in output.features.items():
+            assert_close(feature[row, :length], expected.features[layer][row, :length])
 
 
 @every_family
@@ -82,74 +83,91 @@ def same(found: ModelOutput, expected: ModelOutput, lengths: list[int]) -> None:
 def test_through_a_state_ragged_pieces_give_the_models_own_logits_and_hidden_states(
     family: str,
 ) -> None:
-    generator, models = random.Random(1), [ours(family), undivided(family)]
-    layers = range(models[0].stack.num_layers)
-    states = [model.init_state(3, 2 * LENGTH) for model in models]
-    while max(states[0].consumed) < LENGTH:
+    generator = random.Random(1)
+    model = ours(family)
+    whole_model = undivided(family)
+    state = model.init_state(3, 2 * LENGTH)
+    whole_state = whole_model.init_state(3, 2 * LENGTH)
+    while max(state.consumed) < LENGTH:
         width = generator.randint(1, 6)
         lengths = [generator.randint(0, width) for _ in range(3)]
         tokens = random_tokens(3, width, seed=generator.randrange(1000))
-        one, other = (
-            model(tokens, state, valid_lengths=lengths, features=layers)
-            for model, state in zip(models, states, strict=True)
-        )
-        same(one, other, lengths)
+        options: dict[str, Any] = {
+            "valid_lengths": lengths,
+            "features": range(model.stack.num_layers),
+        }
+        output = model(tokens, state, **options)
+        check_same(output, whole_model(tokens, whole_state, **options), lengths)
+
+
+def write_garbage(state: Any) -> None:
+    """Write large numbers into all slots after the rows."""
+    for row, length in enumerate(state.consumed):
+        for keys, values in state.storage.layers.values():
+            keys[row, :, length:] = 1e4
+            values[row, :, length:] = 1e4
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("family", [*APART, "deepseek_v3", "smollm3", "mixtral"])
 @torch.inference_mode()
 def test_wherever_a_pass_is_split_it_is_the_whole_pass(family: str, num_layers: int) -> None:
-    """Rows of different lengths, read ahead to different positions; garbage everywhere else."""
-    model, generator = ours(family), random.Random(num_layers)
-    split, whole = (model.init_state(3, 3 * LENGTH) for _ in range(2))
-    while max(split.consumed) < LENGTH:
-        for state in (split, whole):
-            for row, length in enumerate(state.consumed):
-                assert isinstance(state, KVState)
-                for each in (buffer for pair in state.storage.layers.values() for buffer in pair):
-                    each[row, :, length:] = 1e4
+    """For rows of different lengths, of which the lower layers have read some tokens already."""
+    model = ours(family)
+    generator = random.Random(num_layers)
+    split_state = model.init_state(3, 3 * LENGTH)
+    whole_state = model.init_state(3, 3 * LENGTH)
+    while max(split_state.consumed) < LENGTH:
+        write_garbage(split_state)
+        write_garbage(whole_state)
+
         width = generator.randint(1, 5)
         tokens = random_tokens(3, width, seed=generator.randrange(1000))
         lengths = [generator.randint(1, width) for _ in range(3)]
-        known = generator.choice(
-            [
-                [0, 0, 0],
-                lengths,
-                [min(lengths)] * 3,
-                [width] * 3,
-                [generator.randint(0, width) for _ in range(3)],
-            ]
+        random_lengths = [generator.randint(0, width) for _ in range(3)]
+        # The number of tokens of each row that the lower layers have read.
+        num_known = generator.choice(
+            [[0, 0, 0], lengths, [min(lengths)] * 3, [width] * 3, random_lengths]
         )
         options: dict[str, Any] = {"features": range(num_layers - 1, model.stack.num_layers)}
-        if generator.random() < 0.3:
-            lengths, known = [width] * 3, [width - 1] * 3
-        else:
+        has_padding = generator.random() >= 0.3
+        if has_padding:
             options["valid_lengths"] = lengths
-        hidden = model.lower(tokens, split, split.consumed, num_layers)
-        for row, length in enumerate(known):
+        else:
+            lengths = [width] * 3
+            num_known = [width - 1] * 3
+
+        hidden = model.lower(tokens, split_state, split_state.consumed, num_layers)
+        for row, length in enumerate(num_known):
             hidden[row, length:] = torch.nan
-        found = model(tokens, split, exit_states=ExitStates(num_layers, hidden, known), **options)
-        same(found, model(tokens, whole, **options), lengths)
-        assert split.consumed == whole.consumed
+        exit_states = ExitStates(num_layers, hidden, num_known)
+        output = model(tokens, split_state, exit_states=exit_states, **options)
+        check_same(output, model(tokens, whole_state, **options), lengths)
+        assert split_state.consumed == whole_state.consumed
 
 
 @torch.inference_mode()
 def test_an_exits_logits_are_those_of_the_final_norm_and_the_head_on_its_layer() -> None:
-    model, tokens = ours("qwen2"), random_tokens(2, 6)
-    expected = tiny("qwen2")(tokens, output_hidden_states=True).hidden_states[2]
-    head = model.model.lm_head(model.model.model.norm(expected))
-    assert_close(model.exit_logits(expected), head)
+    model = ours("qwen2")
+    tokens = random_tokens(2, 6)
+    hidden = tiny("qwen2")(tokens, output_hidden_states=True).hidden_states[2]
+    expected_logits = model.model.lm_head(model.model.model.norm(hidden))
+    assert_close(model.exit_logits(hidden), expected_logits)
 
 
-def test_a_copy_is_taken_apart_by_itself() -> None:
-    model, tokens = HuggingFaceLM(tiny("llama")), random_tokens(1, 5)
-    before = model(tokens).logits
-    copy, packed = deepcopy(model), model.fused()
-    assert copy.stack.model is copy.model is not model.model
+def test_a_copy_is_taken_apart_separately() -> None:
+    model = HuggingFaceLM(tiny("llama"))
+    tokens = random_tokens(1, 5)
+    logits = model(tokens).logits
+    copy = deepcopy(model)
+    assert copy.stack.model is copy.model
+    assert copy.model is not model.model
     with torch.no_grad():
         copy.model.lm_head.weight.zero_()
-    assert not copy(tokens).logits.any() and torch.equal(model(tokens).logits, before)
+    assert not copy(tokens).logits.any()
+    assert torch.equal(model(tokens).logits, logits)
+
+    packed = model.fused()
     assert packed.stack.layers[0] is not model.stack.layers[0]
     assert packed.stack.inner.embed_tokens.weight is model.stack.inner.embed_tokens.weight
 
@@ -161,32 +179,31 @@ def test_in_training_the_parts_have_the_models_own_gradients(
     family: str, checkpointing: bool
 ) -> None:
     """GPT-2 drops the same values for the same seed, and checking the parts changes no mode."""
-    model, reference, tokens = (
-        HuggingFaceLM(tiny(family).train()),
-        tiny(family).train(),
-        random_tokens(2, 9),
-    )
+    model = HuggingFaceLM(tiny(family).train())
+    reference = tiny(family).train()
+    tokens = random_tokens(2, 9)
     LayerStack(model.model).layers[1].eval()
     modes = [module.training for module in model.modules()]
-    assert (
-        model.takes_apart
-        and modes == [module.training for module in model.modules()]
-        and len(set(modes)) == 2
-    )
+    assert model.takes_apart
+    assert [module.training for module in model.modules()] == modes
+    assert len(set(modes)) == 2
     model.train()
-    for each in (model.model, reference):
-        if checkpointing:
-            each.gradient_checkpointing_enable()
+
+    if checkpointing:
+        model.model.gradient_checkpointing_enable()
+        reference.gradient_checkpointing_enable()
+    for network in (model, reference):
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            logits = (model if each is model.model else each)(tokens).logits
+            logits = network(tokens).logits
             logits.float().log_softmax(-1)[..., 0].mean().backward()
-    for (name, found), expected in zip(
-        model.model.named_parameters(), reference.parameters(), strict=True
-    ):
-        assert found.grad is not None or expected.grad is None, name
-        if expected.grad is not None:
-            assert_close(found.grad, expected.grad)
+
+    parameters = zip(model.model.named_parameters(), reference.parameters(), strict=True)
+    for (name, parameter), expected in parameters:
+        if expected.grad is None:
+            continue
+        assert parameter.grad is not None, name
+        assert_close(parameter.grad, expected.grad)
 
 
 @pytest.mark.parametrize("family", WHOLE)
@@ -210,7 +227,7 @@ def test_a_model_that_cannot_be_taken_apart_says_so_by_name_and_decodes_as_befor
 
 
 class Scaled(LlamaForCausalLM):
-    """What comes behind its head cannot be seen in small logits."""
+    """A function that is applied after the head may not show in small logits."""
 
     def forward(self, input_ids: Any = None, position_ids: Any = None, **options: Any) -> Any:
         output = super().forward(input_ids, position_ids=position_ids, **options)

@@ -32,8 +32,8 @@ def num_entries(state: NGramState) -> int:
     return sum(len(row.continuations) for row in state.rows)
 
 
-def guesses(draft: Draft) -> list[list[int]]:
-    """Each row's guesses, without the padding."""
+def drafted(draft: Draft) -> list[list[int]]:
+    """Each row's draft tokens, without the padding."""
     rows: list[list[int]] = draft.tokens.tolist()
     lengths = [len(row) for row in rows] if draft.lengths is None else draft.lengths.tolist()
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
@@ -59,7 +59,7 @@ def scan(
     return []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     ("max_ngram", "min_ngram", "per_token"), [(5, 1, 2), (3, 1, 1024), (1, 1, 1), (4, 4, 2)]
 )
@@ -79,7 +79,7 @@ def test_the_growing_index_finds_what_a_scan_of_the_whole_text_finds(
     texts = [some_tokens(1) for _ in range(3)]
     for _ in range(60):
         windows = [generator.randint(0, 5) for _ in texts]
-        drafts = guesses(propose(drafter, state, texts, windows))
+        drafts = drafted(propose(drafter, state, texts, windows))
         for text, window, draft in zip(texts, windows, drafts, strict=True):
             assert draft == scan(
                 text, window, max_ngram=max_ngram, min_ngram=min_ngram, per_token=per_token
@@ -139,7 +139,7 @@ def test_a_round_costs_by_its_new_tokens_and_not_by_the_text() -> None:
             assert num_entries(state) - num_entries_before <= 3 * 5
 
 
-def test_a_loop_in_the_output_is_guessed_right() -> None:
+def test_a_loop_in_the_output_is_drafted_correctly() -> None:
     # This model settles on a cycle.
     target = cases.make(RNN, 3, sharpness=1.0, embedding_size=8, hidden_size=16)
     result = speculative_decode(
@@ -149,7 +149,7 @@ def test_a_loop_in_the_output_is_guessed_right() -> None:
     assert result.block_efficiency is not None and result.block_efficiency > 2
 
 
-def test_a_row_that_goes_back_forgets_what_lies_behind() -> None:
+def test_a_truncated_row_forgets_the_tokens_after_its_end() -> None:
     generator = random.Random(0)
     drafter = NGramDrafter()
     for length in (0, 3, 19, 20):
@@ -160,5 +160,5 @@ def test_a_row_that_goes_back_forgets_what_lies_behind() -> None:
 
         text = [*former_text[:length], *(generator.randrange(3) for _ in range(9))]
         expected = propose(drafter, drafter.init_state(1, 60), [text], [4])
-        assert guesses(propose(drafter, state, [text], [4])) == guesses(expected)
+        assert drafted(propose(drafter, state, [text], [4])) == drafted(expected)
         assert num_entries(state) <= 5 * len(text)

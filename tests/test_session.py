@@ -237,8 +237,9 @@ class Broken(Wrapped):
         return output
 
 
-@pytest.mark.parametrize("logprobs", [False, True])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("value", "logprobs"), [(float("nan"), False), (float("inf"), True)], ids=["nan", "inf"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["standard", "ExactMatch", "RejectionSampling", "plain rounds"])
 def test_a_row_whose_logits_are_not_finite_ends_alone(
