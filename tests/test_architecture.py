@@ -9,13 +9,13 @@ from test_borders import FILES, ORDER, PACKAGE
 TEXT = (PACKAGE.parent / "docs" / "architecture.md").read_text()
 
 
-def test_the_tree_lists_every_room_and_nothing_else() -> None:
+def test_the_tree_lists_every_subpackage_and_nothing_else() -> None:
     tree = TEXT.split("```")[1]
     tree_names = re.findall(r"^  ([\w.]+)/? ", tree, flags=re.MULTILINE)
-    rooms = {file.split("/")[0] for file in FILES}
-    rooms.remove("__main__.py")
-    assert set(tree_names) == rooms
-    assert len(tree_names) == len(rooms)
+    subpackages = {file.split("/")[0] for file in FILES}
+    subpackages.remove("__main__.py")
+    assert set(tree_names) == subpackages
+    assert len(tree_names) == len(subpackages)
 
 
 def test_the_order_of_imports_is_the_one_that_is_held() -> None:

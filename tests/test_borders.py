@@ -74,12 +74,18 @@ def imports(tree: ast.AST, *, whole: bool) -> Iterator[str]:
 
 
 @functools.cache
+def syntax_tree(file: str) -> ast.Module:
+    """A file of the package, parsed."""
+    return ast.parse((PACKAGE / file).read_text())
+
+
+@functools.cache
 def imported(file: str, *, whole: bool = True) -> set[str]:
     """Names of the modules that a file of the package imports."""
-    return set(imports(ast.parse((PACKAGE / file).read_text()), whole=whole))
+    return set(imports(syntax_tree(file), whole=whole))
 
 
-def room(name: str) -> str:
+def subpackage(name: str) -> str:
     """The subpackage, or the module beside the subpackages, of a module or file."""
     path = name.removeprefix("lightning_specdec.").removesuffix(".py")
     return path.replace("/", ".").split(".")[0]
@@ -123,18 +129,20 @@ def test_lightning_stays_where_training_is() -> None:
             assert packages.isdisjoint({"lightning", "pytorch_lightning", "jsonargparse"}), file
 
 
-def test_a_room_imports_only_those_below_it() -> None:
+def test_a_subpackage_imports_only_those_on_lower_floors() -> None:
     for file in FILES:
-        if room(file) not in ORDER:
+        importer = subpackage(file)
+        if importer not in ORDER:
             continue
         when_loaded = imported(file, whole=False)
         for name in imported(file):
-            is_ours = name.startswith("lightning_specdec.") and room(name) in ORDER
-            if not is_ours or room(name) == room(file):
+            source = subpackage(name)
+            is_ours = name.startswith("lightning_specdec.") and source in ORDER
+            if not is_ours or source == importer:
                 continue
-            is_below = ORDER[room(name)] < ORDER[room(file)]
-            may_be_above = room(name) in MAY_REACH_UP.get(file, ()) and name not in when_loaded
-            assert is_below or may_be_above, f"{file} imports {name}"
+            is_lower = ORDER[source] < ORDER[importer]
+            is_exception = source in MAY_REACH_UP.get(file, ()) and name not in when_loaded
+            assert is_lower or is_exception, f"{file} imports {name}"
 
 
 def test_config_loads_no_torch() -> None:
@@ -147,7 +155,7 @@ def test_config_loads_no_torch() -> None:
 def test_annotations_are_those_that_the_shape_checker_takes() -> None:
     """The checker does not support `Self`: with `--shapes all`, the file could not be imported."""
     for file in FILES:
-        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        for node in ast.walk(syntax_tree(file)):
             name = getattr(node, "id", None) or getattr(node, "attr", None)
             assert name != "Self", file
 
