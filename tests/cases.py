@@ -423,6 +423,12 @@ COMBINATIONS = pairs()
 """Every target with every drafter that takes it."""
 ONE_EACH = [(target_of(name), name) for name in DRAFTERS]
 """Every drafter with one target, for laws of what happens between rows and rounds."""
+DISTINCT_COMBINATIONS = [
+    (target_name, name)
+    for target_name, name in COMBINATIONS
+    if target_name != "llama" or _works_inside(name, target_name)
+]
+"""The same without drafters outside of llama: they meet gemma3, a model of the same class."""
 BUT_LLAMA = [name for name in MODELS if name not in ("llama", "openvino")]
 """For laws that llama meets with drafters alone that work inside it: for the others gemma3 stands
 for its kind.
