@@ -24,7 +24,7 @@ from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import RULES, AcceptanceRule, ExactMatch, RejectionSampling, Sampling
 
-SEEDS = range(10)
+SEEDS = range(6)
 FEW_SEEDS = range(2)
 TOP_3 = Sampling(0.7, top_k=3)
 PROMPT = [3, 1]
