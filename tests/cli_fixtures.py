@@ -63,7 +63,7 @@ def succeed(*arguments: str, stdin: str = "") -> Outcome:
 
 
 QUICK = ("--repeats", "1")
-BRIEF = ("--repeats", "1", "--max_new_tokens", "4", "--temperature", "1")
+BRIEF = ("--repeats", "0", "--max_new_tokens", "2", "--temperature", "1")
 TRAINER = (
     "--config",
     str(RNN_CONFIG),

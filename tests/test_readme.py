@@ -26,6 +26,11 @@ PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHORT_TRAINING = ["--trainer.max_epochs", str(EPOCHS + 1), "--trainer.accelerator", "cpu"]
 SHORT_TRAINING += ["--trainer.logger", "false", "--trainer.limit_train_batches", "1"]
 SHORT_TRAINING += ["--trainer.limit_val_batches", "1"]
+SHORTER = {
+    "decode": {"--repeats": "1", "--max_new_tokens": "8", "--prompt": "1 2 3"},
+    "sweep": {"--max_new_tokens": "8"},
+}
+"""Options that shorten a call. They are added unless the call has them."""
 TRAINING_CALLS = commands(README)[1:4]
 """`test_recipes.py` runs these, because they are in the guide too."""
 MEASURING_CALLS = [call for call in commands(README) if call[0] in ("bench", "report", "audit")]
@@ -116,10 +121,9 @@ def test_every_call_works(
     extra_options: list[str] = []
     if arguments[0] in ("fit", "validate", "test"):
         extra_options = SHORT_TRAINING
-    elif arguments[0] == "decode":
-        for flag, value in (("--repeats", "1"), ("--max_new_tokens", "8")):
-            if flag not in arguments:
-                extra_options += [flag, value]
+    for flag, value in SHORTER.get(arguments[0], {}).items():
+        if flag not in arguments:
+            extra_options += [flag, value]
     outcome = succeed(*arguments, *extra_options, stdin="Hello\n")
     assert outcome.out
 
