@@ -1,6 +1,6 @@
 """Laws of the audit: a correct pair passes, a bias is found, and a check without power says so.
 
-`test_distribution` computes a round's distribution with other code, on tiny vocabularies: neither
+`exact_rounds` computes a round's distribution with other code, on tiny vocabularies: neither
 depends on the other.
 """
 
