@@ -116,6 +116,9 @@ def test_every_call_works(
     extra_options: list[str] = []
     if arguments[0] in ("fit", "validate", "test"):
         extra_options = SHORT_TRAINING
+    elif arguments[0] == "sweep":
+        # The last value counts.
+        extra_options = ["--minutes", "0.01"]
     elif arguments[0] == "decode":
         for flag, value in (("--repeats", "1"), ("--max_new_tokens", "8")):
             if flag not in arguments:
