@@ -18,7 +18,12 @@ from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.models import MOST_SMALL, PairSource
 from lightning_specdec.config.pairs import shipped_directory
 from lightning_specdec.decoder import SpeculativeDecoder
-from lightning_specdec.drafters import EarlyExitDrafter, NGramDrafter, NGramWithFallback
+from lightning_specdec.drafters import (
+    Drafter,
+    EarlyExitDrafter,
+    NGramDrafter,
+    NGramWithFallback,
+)
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.loading import check_openvino
 from lightning_specdec.models.packed import SMALL_MODEL, check_quantization
@@ -256,8 +261,11 @@ def _chosen_draftings(source: PairSource, drafts: Sequence[str]) -> list[Draftin
 
 def _checkpoint_draftings(decoder: SpeculativeDecoder, names: Sequence[str]) -> Iterable[Drafting]:
     """The drafts of a checkpoint, and the exits of those that exit early."""
-    # A single drafter has no name.
-    known: dict[str | None, Drafter] = {**decoder.drafts} or {None: decoder.drafter}
+    known: dict[str | None, Drafter] = {}
+    known.update(decoder.drafts)
+    if not known:
+        # A single drafter has no name.
+        known[None] = decoder.drafter
     for name in names:
         if name not in known:
             choices = ", ".join(decoder.drafts)
@@ -266,21 +274,28 @@ def _checkpoint_draftings(decoder: SpeculativeDecoder, names: Sequence[str]) -> 
                 choices = f"one {kind}, which has no name"
             raise ValueError(f"there is no draft {name!r} to choose: there is {choices}")
 
-    for name in names or known:
-        drafter = known[name]
-        label = name or DRAFTERS.name_of(type(drafter))
-        fields = {} if name is None else {"draft": name}
-        if isinstance(drafter, EarlyExitDrafter):
-            for exit_layer in exits(decoder.target, drafter):
-                choice = Choice("EarlyExitDrafter", {"exit_layer": exit_layer})
-                prefix = "" if name is None else f"{name}, "
-                yield Drafting(f"{prefix}exit {exit_layer}", {**fields, "drafter": choice})
-            label = f"{label}, exit {drafter.exit_layer}"
-            yield Drafting(f"{LOOKUP_NAME}, then {label}", {**fields, "drafter": LOOKUP_FIRST})
-        elif isinstance(drafter, NGramDrafter | NGramWithFallback):
-            yield Drafting(label, fields)
-        else:
-            yield from _both_ways(label, fields)
+    chosen_names: Iterable[str | None] = names or known
+    for chosen_name in chosen_names:
+        yield from _named_draftings(decoder, chosen_name, known[chosen_name])
+
+
+def _named_draftings(
+    decoder: SpeculativeDecoder, name: str | None, drafter: Drafter
+) -> Iterable[Drafting]:
+    """A draft of a checkpoint alone and after lookup; of one that exits early, all exits."""
+    label = name or DRAFTERS.name_of(type(drafter))
+    fields = {} if name is None else {"draft": name}
+    if isinstance(drafter, EarlyExitDrafter):
+        prefix = "" if name is None else f"{name}, "
+        for exit_layer in exits(decoder.target, drafter):
+            choice = Choice("EarlyExitDrafter", {"exit_layer": exit_layer})
+            yield Drafting(f"{prefix}exit {exit_layer}", {**fields, "drafter": choice})
+        label = f"{label}, exit {drafter.exit_layer}"
+        yield Drafting(f"{LOOKUP_NAME}, then {label}", {**fields, "drafter": LOOKUP_FIRST})
+    elif isinstance(drafter, NGramDrafter | NGramWithFallback):
+        yield Drafting(label, fields)
+    else:
+        yield from _both_ways(label, fields)
 
 
 def matching_drafts(target: LanguageModel, known: Sequence[str] = ()) -> list[Path]:

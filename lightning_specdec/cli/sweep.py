@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
 import sys
-import threading
 import time
 from argparse import Namespace
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from lightning_specdec.cli.options import (
     decoding,
     typed,
 )
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.config.pairs import get_pair, pair_path, write_pair
@@ -41,10 +40,6 @@ lightning_specdec sweep checkpoints/rnn.safetensors --max_new_tokens 7 --minutes
 lightning_specdec sweep checkpoints/rnn.safetensors --temperature 1 --rule RejectionSampling"""
 FIRST_TABLE_SECONDS = 20.0
 """Seconds after which a first table is shown."""
-LINE_SECONDS = 10.0
-"""Seconds between lines of progress outside a terminal."""
-CLEAR_LINE = "\r\x1b[K"
-"""Returns to the start of a terminal's line and clears it."""
 ANY = "any"
 """Value of --quantization that also tries int8 weights."""
 
@@ -100,15 +95,15 @@ def run(options: Namespace) -> int:
     deadline = start + 60 * settings.minutes
     reporter = _Reporter(deadline, is_shown=log.isEnabledFor(logging.INFO))
     interrupted = False
-    with reporter:
-        loaded = load(model_options, num_own=settings.num_prompts)
-        source = _backend_of(options, loaded.source)
-        sweep = _make_sweep(options, loaded, source, config, settings, deadline, reporter)
-        reporter.sweep = sweep
-        try:
-            sweep.run()
-        except KeyboardInterrupt:
-            interrupted = True
+    loaded = load(model_options, num_own=settings.num_prompts)
+    source = _backend_of(options, loaded.source)
+    sweep = _make_sweep(options, loaded, source, config, settings, deadline, reporter)
+    reporter.sweep = sweep
+    try:
+        sweep.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    show_activity("")
 
     standing = sweep.standing()
     answer = _answer(options, sweep, source, standing)
@@ -191,11 +186,7 @@ def _make_sweep(
 
 
 class _Reporter:
-    """Shows progress on stderr: a line that changes every second in a terminal, a line every ten
-    seconds elsewhere, and a first table.
-
-    Loading a model takes long and reports nothing, so a thread shows the line. It wakes up once a
-    second, which no timing notices.
+    """Passes progress to the command line's reporter, and shows a first table on stderr.
 
     Args:
         deadline: when the answer is due, on the clock of `time.monotonic`.
@@ -205,55 +196,22 @@ class _Reporter:
     def __init__(self, deadline: float, *, is_shown: bool) -> None:
         self.sweep: Sweep | None = None
         self._deadline = deadline
-        self._is_shown = is_shown
-        self._table_due = time.monotonic() + FIRST_TABLE_SECONDS
-        self._progress: Progress | None = None
-        self._is_over = threading.Event()
-        self._writing = threading.Lock()
-        self._thread = threading.Thread(target=self._show_lines, daemon=True)
-
-    def __enter__(self) -> _Reporter:
-        if self._is_shown:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._is_over.set()
-        if self._is_shown:
-            self._thread.join()
+        self._table_due = time.monotonic() + FIRST_TABLE_SECONDS if is_shown else math.inf
 
     def watch(self, progress: Progress) -> None:
         """Take what the sweep is doing."""
-        self._progress = progress
-        if self._is_shown and progress.leader and time.monotonic() > self._table_due:
-            self._table_due = math.inf
-            self._show_first_table()
-
-    def _show_lines(self) -> None:
-        is_terminal = sys.stderr.isatty()
-        while not self._is_over.wait(1.0 if is_terminal else LINE_SECONDS):
-            with self._writing:
-                line = visible(self._line())
-                start, end = (CLEAR_LINE, "") if is_terminal else ("", "\n")
-                say(f"{start}{line}", end=end, file=sys.stderr, flush=True, has_colours=True)
-        if is_terminal:
-            say(CLEAR_LINE, end="", file=sys.stderr, flush=True, has_colours=True)
-
-    def _line(self) -> str:
-        """What is tried, how many are left, and how long it takes."""
         seconds_left = max(0, round(self._deadline - time.monotonic()))
         minutes, seconds = divmod(seconds_left, 60)
         parts = [f"{minutes}:{seconds:02d} left"]
-        if self._progress is not None:
-            parts.append(self._progress.step)
-            if self._progress.leader:
-                parts.append(f"{self._progress.num_left} ways in the race")
-                parts.append(self._progress.leader)
-        line = " | ".join(parts)
-        if sys.stderr.isatty():
-            # A line that wraps could not be cleared.
-            line = line[: max(20, shutil.get_terminal_size().columns - 1)]
-        return line
+        if progress.leader:
+            parts.append(f"{progress.num_left} ways in the race")
+            parts.append(progress.leader)
+        # The reporter appends the seconds of this step.
+        parts.append(progress.step)
+        show_activity(visible(" | ".join(parts)))
+        if progress.leader and time.monotonic() > self._table_due:
+            self._table_due = math.inf
+            self._show_first_table()
 
     def _show_first_table(self) -> None:
         from lightning_specdec.bench.table import comparison_table
@@ -261,10 +219,8 @@ class _Reporter:
 
         assert self.sweep is not None
         comparisons = self.sweep.standing().comparisons
-        start = CLEAR_LINE if sys.stderr.isatty() else ""
-        with self._writing:
-            table = visible(comparison_table(ranked(comparisons), remark=_verdict_word))
-            say(f"{start}so far:\n{table}\n", file=sys.stderr, flush=True, has_colours=True)
+        table = comparison_table(ranked(comparisons), remark=_verdict_word)
+        say(f"so far:\n{table}\n", file=sys.stderr, flush=True)
 
 
 def _verdict_word(comparison: Comparison) -> str:

@@ -40,14 +40,14 @@ class Kinds:
 
     Args:
         noun: what messages call one of them.
-        room: the subpackage that is scanned.
+        subpackage: the subpackage that is scanned.
         base: name of the abstract base class.
         aliases: other names of classes, which files and users may use.
         internal: classes that nobody builds by name.
     """
 
     noun: str
-    room: str
+    subpackage: str
     base: str
     aliases: Mapping[str, str] = field(default_factory=dict)
     internal: tuple[str, ...] = ()
@@ -56,8 +56,8 @@ class Kinds:
     def _statements(self) -> dict[str, _ClassStatement]:
         """All top-level classes of the subpackage, by name."""
         statements = {}
-        for path in sorted((_PACKAGE / self.room).glob("*.py")):
-            module = f"lightning_specdec.{self.room}.{path.stem}"
+        for path in sorted((_PACKAGE / self.subpackage).glob("*.py")):
+            module = f"lightning_specdec.{self.subpackage}.{path.stem}"
             source = path.read_text(encoding="utf-8")
             for name, bases, summary in _CLASS_STATEMENT.findall(source):
                 base_names = tuple(re.findall(r"\w+", bases))
@@ -130,7 +130,7 @@ class Kinds:
         """Import a class of the user by its import path."""
         module, _, attribute = path.rpartition(".")
         search_here()
-        base = getattr(import_module(f"lightning_specdec.{self.room}"), self.base)
+        base = getattr(import_module(f"lightning_specdec.{self.subpackage}"), self.base)
         try:
             imported = import_module(module)
         except (ImportError, ValueError) as error:
