@@ -27,6 +27,7 @@ ORDER = {
     "hf_generate": 8,
     "data": 9,
     "bench": 10,
+    "serve": 10,
     "training": 11,
     "report": 11,
     "audit": 11,
@@ -199,7 +200,7 @@ def test_measuring_loads_no_lightning() -> None:
         "from lightning_specdec import SpeculativeDecoder, audit, report\n"
         "from lightning_specdec.bench import run\n"
         "from lightning_specdec.cli import audit, bench, chat, decode\n"
-        "from lightning_specdec.cli import export, info, report, sweep\n"
+        "from lightning_specdec.cli import export, info, report, serve, sweep\n"
         f"SpeculativeDecoder.from_checkpoint({RNN_PATH!r}).benchmark(max_new_tokens=2, repeats=1)"
     )
     loaded = loaded_by(statement)

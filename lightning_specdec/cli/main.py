@@ -23,7 +23,18 @@ from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import one_line, say
 
 TRAINER_VERBS = ("fit", "validate", "test", "generate")
-VERBS = (*TRAINER_VERBS, "decode", "chat", "sweep", "bench", "report", "audit", "info", "export")
+VERBS = (
+    *TRAINER_VERBS,
+    "decode",
+    "chat",
+    "serve",
+    "sweep",
+    "bench",
+    "report",
+    "audit",
+    "info",
+    "export",
+)
 
 EXIT_OK = 0
 EXIT_USER_ERROR = 2

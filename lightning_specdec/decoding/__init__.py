@@ -1,6 +1,7 @@
 """Speculative decoding in sessions of rows, standard decoding, and their results."""
 
 from lightning_specdec.decoding.autoregressive import autoregressive_decode as autoregressive_decode
+from lightning_specdec.decoding.batch import SavedText as SavedText
 from lightning_specdec.decoding.requests import Request as Request
 from lightning_specdec.decoding.results import Counts as Counts
 from lightning_specdec.decoding.results import DecodeInterrupted as DecodeInterrupted

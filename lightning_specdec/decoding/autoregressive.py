@@ -17,7 +17,6 @@ from lightning_specdec.decoding.requests import (
     batch_size_for,
     check_batch,
     check_eos,
-    mark_failed,
     stops_of,
 )
 from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
@@ -298,10 +297,7 @@ def _draw(
 ) -> Outputs:
     """The next tokens to read, and what to report: V where no token could be drawn."""
     next_tokens = sampling.sample(logits, uniform)
-    reported = next_tokens
-    if sampling.greedy:
-        # argmax picks a token even from NaN; sampling marks such a row itself.
-        reported = mark_failed(next_tokens, logits)
+    reported = sampling.mark_failed(next_tokens, logits)
     # A failed row stays in the batch until it is removed, so the target needs a valid token to
     # read.
     return next_tokens.clamp(max=vocab_size - 1), reported

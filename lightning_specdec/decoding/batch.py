@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,30 @@ from lightning_specdec.decoding.requests import Request, batch_size_for
 from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.drafters import Drafter, TargetContext
 from lightning_specdec.drafters.user_drafts import check_state
-from lightning_specdec.models import LanguageModel
+from lightning_specdec.models import LanguageModel, RowCopy
 from lightning_specdec.models.state import next_span
-from lightning_specdec.rules import Purpose, noise_table
+from lightning_specdec.rules import Purpose, RowSampling, Sampling, noise_table
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 EMPTY = -1
 """Source of a slot that `select` fills with an empty row."""
+
+
+@dataclass(frozen=True, eq=False)
+class SavedText:
+    """The states of both models after a text, from which other rows may continue.
+
+    Args:
+        tokens: the text.
+        target_copy: what the target's state keeps of it.
+        draft_copy: what the drafter's state keeps of it; None if the drafter reads it again.
+    """
+
+    tokens: tuple[int, ...]
+    target_copy: RowCopy
+    draft_copy: Any
 
 
 class Batch:
@@ -36,12 +52,11 @@ class Batch:
         timer: measures the phases of a round.
         batch_size: rows to allocate memory for at first.
         num_slots: most tokens of a row, draft tokens included.
-        seed: decides the noise, together with each row's index; None if nothing is drawn at
-            random.
+        own_sampling: of rows that choose no other.
 
     Attributes:
         rows: the row of each slot.
-        noise: each row's uniform numbers, from its first new token on; None if nothing is drawn at
+        noise: each row's uniform numbers, from its first new token on; None if no row has drawn at
             random.
         executor: runs the calls of the batch.
     """
@@ -54,9 +69,11 @@ class Batch:
         *,
         batch_size: int,
         num_slots: int,
-        seed: int | None,
+        own_sampling: Sampling,
     ) -> None:
         self.device = target.device
+        self.own_sampling = own_sampling
+        self.num_slots = num_slots
         self.rows = [_empty_row() for _ in range(batch_size)]
         self.target_state = target.init_state(batch_size, num_slots)
         context = TargetContext(target, self.target_state)
@@ -64,26 +81,40 @@ class Batch:
         check_state(drafter, self.draft_state)
         self.executor = make_executor(self.target_state, target.vocab_size, timer, drafter)
 
-        self.seed = seed
         self.noise: Float[Tensor, "B S 3"] | None = None
-        if seed is not None:
-            num_positions = num_slots
-            if self.executor.is_recorded:
-                # Recorded calls find noise of few shapes, so that few are recorded.
-                num_positions = next_span(num_slots)
-            shape = (batch_size, num_positions, len(Purpose))
-            self.noise = self.executor.buffer("noise", shape, torch.float64)
-            self.noise.zero_()
 
     def enter(self, row: Request, slot: int) -> None:
         """Put a row into a free slot, with noise that continues that of its earlier turns."""
         self.rows[slot] = row
-        if self.noise is not None:
-            assert self.seed is not None
-            num_positions = row.num_drawn + row.remaining
-            table = noise_table(self.seed, row.index, num_positions)
-            unused = table[row.num_drawn :]
-            self.noise[slot, : len(unused)] = unused.to(self.device)
+        if row.seed is None:
+            return
+        if self.noise is None:
+            self.noise = self._new_noise()
+        num_positions = row.num_drawn + row.remaining
+        table = noise_table(row.seed, row.index, num_positions)
+        unused = table[row.num_drawn :]
+        self.noise[slot, : len(unused)] = unused.to(self.device)
+
+    def _new_noise(self) -> Float[Tensor, "B S 3"]:
+        """Room for the random numbers of all rows."""
+        num_positions = self.num_slots
+        if self.executor.is_recorded:
+            # Recorded calls find noise of few shapes, so that few are recorded.
+            num_positions = next_span(self.num_slots)
+        shape = (len(self.rows), num_positions, len(Purpose))
+        return self.executor.buffer("noise", shape, torch.float64).zero_()
+
+    def sampling(self) -> Sampling:
+        """How the tokens of all rows are drawn."""
+        live_samplings = [row.sampling for row in self.rows if row.live]
+        # Nobody reads the tokens of ended rows, so they follow a live one.
+        samplings = [row.sampling if row.live else live_samplings[0] for row in self.rows]
+        sampling = RowSampling.of_rows(samplings)
+        is_usual = sampling in (self.own_sampling, Sampling())
+        if self.executor.is_recorded and not is_usual:
+            # Calls are recorded for each sampling, and rows may choose any number of them.
+            return RowSampling(rows=tuple(samplings))
+        return sampling
 
     def free_slot(self) -> int:
         """An empty slot for a row. The batch grows if there is none."""
@@ -116,6 +147,25 @@ class Batch:
         self.target_state.truncate(lengths)
         self.draft_state.resume(slot, length)
         return slot
+
+    def save(self, row: Request) -> SavedText | None:
+        """A copy of the states of a row; None if there is nothing to copy, or nothing can be."""
+        slot = self._slot_of(row)
+        if slot is None or row.stop_reason == "failed":
+            return None
+        # The target has not read the text's last token, but perhaps a draft token in its position.
+        length = min(self.target_state.consumed[slot], len(row.text) - 1)
+        target_copy = self.target_state.save_row(slot, length) if length > 0 else None
+        if target_copy is None:
+            return None
+        draft_copy = self.draft_state.save_row(slot, length)
+        return SavedText(tuple(row.text[:length]), target_copy, draft_copy)
+
+    def load(self, slot: int, saved: SavedText, length: int) -> None:
+        """Continue an empty slot from the first `length` tokens of a saved text."""
+        self.target_state.load_row(slot, saved.target_copy, length)
+        if saved.draft_copy is not None:
+            self.draft_state.load_row(slot, saved.draft_copy, length)
 
     def _slot_of(self, row: Request) -> int | None:
         for slot, row_there in enumerate(self.rows):

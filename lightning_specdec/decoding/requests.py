@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_specdec.config.checks import require_int
@@ -15,14 +15,15 @@ from lightning_specdec.decoding.results import Counts, Round, RowResult
 from lightning_specdec.decoding.stopping import StopSearch, StopStrings
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import DecodeState, LanguageModel
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+from lightning_specdec.rules import Sampling
 
 Prompts = Sequence[Any] | Tensor | Mapping[str, Any]
 """Tokens of one prompt or of several, a tensor `[T]` or `[B, T]`, or a tokenizer's output with its
 attention mask.
 """
+
+TopLogprobs = list[tuple[int, float]]
+"""The likeliest tokens of one position with their log probabilities, best first."""
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,11 @@ class Request:
         speculative: whether to count draft tokens.
         stop: strings that end the row; the token that completes one is kept.
         num_drawn: new tokens of earlier turns, whose random numbers are used up.
+        sampling: how its tokens are drawn.
+        seed: decides its random numbers, together with its number; None if nothing is drawn at
+            random.
+        wants_logprobs: whether to keep the log probability of each new token.
+        num_top_logprobs: how many of the likeliest tokens to keep with each new token.
 
     Attributes:
         text: the prompt and all new tokens.
@@ -45,6 +51,8 @@ class Request:
         stop_reason: why the row has ended; "" until then.
         resumed: whether another row continues with its random numbers.
         num_added: new tokens of the last round; 1 before the first.
+        top_logprobs: for each new token, the likeliest tokens in its place with their log
+            probabilities; empty unless requested.
     """
 
     def __init__(
@@ -57,8 +65,16 @@ class Request:
         speculative: bool,
         stop: StopStrings | None = None,
         num_drawn: int = 0,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        wants_logprobs: bool = False,
+        num_top_logprobs: int = 0,
     ) -> None:
         self.index = index
+        self.sampling = sampling or Sampling()
+        self.seed = seed
+        self.wants_logprobs = wants_logprobs
+        self.num_top_logprobs = num_top_logprobs
         self.text = list(prompt)
         self.prompt_length = len(self.text)
         self.max_length = self.prompt_length + max_new_tokens
@@ -75,6 +91,7 @@ class Request:
         self.num_added = 1
         self.token_seconds: list[float] = []
         self.logprobs: list[float] | None = None
+        self.top_logprobs: list[TopLogprobs] = []
 
     @property
     def live(self) -> bool:
@@ -103,7 +120,11 @@ class Request:
         return self._stop_search.num_cut
 
     def append(
-        self, tokens: Sequence[int], seconds: float, logprobs: Sequence[float] | None = None
+        self,
+        tokens: Sequence[int],
+        seconds: float,
+        logprobs: Sequence[float] | None = None,
+        top_logprobs: Sequence[TopLogprobs] = (),
     ) -> list[int]:
         """Add tokens up to and including the first that stops the row.
 
@@ -129,6 +150,7 @@ class Request:
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs += logprobs[: len(added)]
+        self.top_logprobs += top_logprobs[: len(added)]
 
         assert self.remaining >= 0, "a drafter exceeded its window"
         if self.live and self.remaining == 0:
@@ -144,6 +166,7 @@ class Request:
         seconds: float,
         changed: Sequence[int] = (),
         logprobs: Sequence[float] | None = None,
+        top_logprobs: Sequence[TopLogprobs] = (),
     ) -> list[int]:
         """Add a round's tokens and count its draft tokens.
 
@@ -157,6 +180,7 @@ class Request:
             seconds: time since decoding began.
             changed: for each draft token, whether the target drew another one.
             logprobs: log probabilities of the accepted tokens and of the next one.
+            top_logprobs: the likeliest tokens in each of these positions.
 
         Returns:
             The tokens that were added.
@@ -165,7 +189,7 @@ class Request:
         tokens = drafted[:num_accepted]
         if next_token is not None:
             tokens.append(next_token)
-        added = self.append(tokens, seconds, logprobs)
+        added = self.append(tokens, seconds, logprobs, top_logprobs)
         if next_token is None:
             self.fail()
 
@@ -206,6 +230,28 @@ class Request:
             rounds=None if self.counts is None else self.rounds,
             logprobs=self.logprobs,
             num_hidden=self.num_hidden if self.stop_reason == "stop" else 0,
+        )
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """The settings of a decoding config that may differ from row to row, checked for a target."""
+
+    sampling: Sampling
+    seed: int
+    eos: frozenset[int]
+    stops: StopStrings | None
+    logprobs: bool
+
+    @classmethod
+    def of(cls, config: DecodingConfig, target: LanguageModel) -> RowSettings:
+        """Raises ValueError if a token or a stop string is none of the target's."""
+        return cls(
+            sampling=Sampling.of(config),
+            seed=config.seed,
+            eos=check_eos(config.eos, target.vocab_size),
+            stops=stops_of(config, target),
+            logprobs=config.logprobs,
         )
 
 
@@ -328,15 +374,6 @@ def check_context(
                 f"fit the {owner}'s "
                 f"context of {limit}: shorten the prompt or ask for fewer"
             )
-
-
-def mark_failed(tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
-    """The tokens of the largest logits; V, which is no token, if that logit is not finite.
-
-    The largest of numbers with a NaN among them is that NaN, so one logit is enough to look at.
-    """
-    largest = logits.gather(-1, tokens[..., None]).squeeze(-1)
-    return torch.where(largest.abs() < torch.inf, tokens, logits.shape[-1])
 
 
 def num_shared(text: Sequence[int], other_text: Sequence[int]) -> int:

@@ -16,26 +16,25 @@ from torch import Tensor
 from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
-from lightning_specdec.decoding.batch import Batch
+from lightning_specdec.decoding.batch import Batch, SavedText
 from lightning_specdec.decoding.requests import (
     Prompts,
     Request,
+    RowSettings,
     check_batch,
     check_context,
-    check_eos,
     check_prompt,
     num_shared,
     power_of_two,
-    stops_of,
 )
 from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.decoding.verification import Events, Verification
-from lightning_specdec.decoding.windows import as_window
-from lightning_specdec.drafters import Draft, Drafter, DraftRequest
+from lightning_specdec.decoding.windows import Plan, as_window
+from lightning_specdec.drafters import Draft, Drafter, DraftRequest, DraftState
 from lightning_specdec.drafters.layout import pad, verified_positions, with_draft_tokens
 from lightning_specdec.drafters.user_drafts import proposed
-from lightning_specdec.models import LanguageModel, ModelOutput
+from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.models.threads import one_thread
 from lightning_specdec.rules import Sampling, make_rule
 from lightning_specdec.text.tokenizer import Tokenizer
@@ -84,12 +83,11 @@ class Session:
         self.target = target
         self.drafter = drafter
         self.config = config = DecodingConfig.of(config, **changes)
-        self.sampling = Sampling.of(config)
         self.rule = make_rule(config.rule)
         self.window = as_window(config.num_draft_tokens)
         self.max_length = require_int("max_length", max_length, 2)
-        self._eos = check_eos(config.eos, target.vocab_size)
-        self._stops = stops_of(config, target)
+        # The settings are checked once here, and again for each row that changes some.
+        self._own_settings = RowSettings.of(config, target)
         self._check_drafter()
 
         self.device = target.device
@@ -99,30 +97,20 @@ class Session:
 
         # The target reads draft tokens after the text: at most a window and the token before it.
         num_slots = max_length + self.window.largest + 1
-        is_random = not self.sampling.greedy or drafter.needs_noise(self.sampling)
         self._batch = Batch(
             target,
             drafter,
             self.timer,
             batch_size=batch_size,
             num_slots=num_slots,
-            seed=config.seed if is_random else None,
+            own_sampling=self._own_settings.sampling,
         )
         self._executor = self._batch.executor
-        self._verification = Verification(
-            self.rule,
-            self.sampling,
-            target.vocab_size,
-            logprobs=config.logprobs,
-        )
+        self._verification = Verification(self.rule, target.vocab_size)
         self._features = tuple(drafter.features(target))
 
-        # Under some rules the output depends on where rounds begin, so rows may not share their
-        # windows.
-        is_certain = self.rule.lossless and self.sampling.greedy
-        self._plan = self.window.plan(jointly=self.rule.ignores_windows or is_certain)
-        if self._executor.is_recorded:
-            self._plan.keep_to_measured()
+        self._shares_windows = True
+        self._plan = self._new_plan(self._own_settings.sampling)
 
         self._added: dict[Request, None] = {}
         self._next_index = 0
@@ -137,6 +125,24 @@ class Session:
                 f"{rule_name} compares the draft's logits, and {drafter_name} has none: use "
                 "another rule"
             )
+
+    @property
+    def states(self) -> tuple[DecodeState, DraftState]:
+        """The states of the target and of the drafter, for all slots. Read them only."""
+        return self._batch.target_state, self._batch.draft_state
+
+    def _new_plan(self, sampling: Sampling) -> Plan:
+        """A plan of windows for rows with this sampling.
+
+        Under some rules the output depends on where rounds begin, so rows may not share their
+        windows.
+        """
+        is_certain = self.rule.lossless and sampling.greedy
+        self._shares_windows = self.rule.ignores_windows or is_certain
+        plan = self.window.plan(jointly=self._shares_windows)
+        if self._executor.is_recorded:
+            plan.keep_to_measured()
+        return plan
 
     @property
     def live(self) -> list[Request]:
@@ -168,16 +174,19 @@ class Session:
         unread = batch.truncate_target()
         last_two_tokens = executor.last_two_tokens(rows)
         noise = batch.next_noise(num_draft_tokens + 1)
+        sampling = batch.sampling()
         executor.lap("rest")
 
-        draft = self._draft(windows, num_draft_tokens, last_two_tokens, noise)
+        draft = self._draft(windows, num_draft_tokens, last_two_tokens, noise, sampling)
         executor.lap("draft")
 
         output = self._verify(unread, last_two_tokens, draft)
         executor.lap("verify")
 
         with one_thread(self.target.backend == "openvino"):
-            outcome = self._verification.judge(rows, draft, output.logits, noise, executor)
+            outcome = self._verification.judge(
+                rows, draft, output.logits, noise, executor, sampling
+            )
             values = executor.read(outcome, draft)
         executor.lap("accept")
 
@@ -201,6 +210,7 @@ class Session:
         num_draft_tokens: int,
         last_two_tokens: Int[Tensor, "B 2"],
         noise: Float[Tensor, "B N 3"] | None,
+        sampling: Sampling,
     ) -> Draft:
         """Draft tokens for every row. The drafter is not called if no row requests any."""
         if num_draft_tokens == 0:
@@ -217,7 +227,7 @@ class Session:
             vocab_size=self.target.vocab_size,
             calls=self._executor,
         )
-        draft = proposed(self.drafter, self._batch.draft_state, request, windows, self.sampling)
+        draft = proposed(self.drafter, self._batch.draft_state, request, windows, sampling)
         self.num_draft_calls += draft.num_calls
         return self._plan.adjust(draft, windows)
 
@@ -250,7 +260,14 @@ class Session:
 
     @torch.inference_mode()
     def add(
-        self, prompt: Sequence[int], *, max_new_tokens: int | None = None, index: int | None = None
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        index: int | None = None,
+        num_top_logprobs: int = 0,
+        saved: SavedText | None = None,
+        **changes: Any,
     ) -> Request:
         """Add a prompt; its row takes part in the next round. Returns the row.
 
@@ -259,16 +276,41 @@ class Session:
             max_new_tokens: the config's when None.
             index: the prompt's number, which with the seed decides its random numbers; the next
                 free one when None.
+            num_top_logprobs: how many of the likeliest tokens to keep with each new token, in
+                `Request.top_logprobs`.
+            saved: states of an earlier text, as `save` returns them. Of the prefix that both texts
+                share, the models read nothing again. At temperature 0 and with `ExactMatch` the
+                tokens are the same.
+            changes: fields of `DecodingConfig` that differ for this row: sampling, processors,
+                seed, eos, stop, and logprobs.
 
         Raises:
-            ValueError: the prompt is empty, has a token outside the vocabulary, or is too long.
+            ValueError: the prompt is empty, has a token outside the vocabulary, or is too long; or
+                a changed setting is wrong, or belongs to the whole session.
         """
         if index is None:
             index = self._next_index
-        row = self._make_row(prompt, max_new_tokens, index)
+        settings = self._row_settings(changes)
+        row = self._make_row(
+            prompt, max_new_tokens, index, settings, num_top_logprobs=num_top_logprobs
+        )
         self._finish_pipelined_round()
-        self._enter(row, self._batch.free_slot())
+        slot = self._batch.free_slot()
+        if saved is not None:
+            # At least the last token is read, since the logits after it are wanted.
+            length = min(num_shared(prompt, saved.tokens), len(prompt) - 1)
+            self._batch.load(slot, saved, length)
+        self._enter(row, slot)
         return row
+
+    @torch.inference_mode()
+    def save(self, row: Request) -> SavedText | None:
+        """Copy the states of a row that has just ended, for other rows that begin with its text.
+
+        None if the row was not decoded, has left its slot, or has states that make no copies.
+        """
+        self._finish_pipelined_round()
+        return self._batch.save(row)
 
     @torch.inference_mode()
     def resume(
@@ -292,7 +334,9 @@ class Session:
             raise ValueError("the row is still being decoded: cancel it instead")
 
         num_drawn = row.num_drawn + row.num_new
-        next_row = self._make_row(prompt, max_new_tokens, row.index, num_drawn=num_drawn)
+        next_row = self._make_row(
+            prompt, max_new_tokens, row.index, self._own_settings, num_drawn=num_drawn
+        )
         self._finish_pipelined_round()
         row.resumed = True
 
@@ -306,8 +350,24 @@ class Session:
         self._enter(next_row, slot)
         return next_row
 
+    def _row_settings(self, changes: dict[str, Any]) -> RowSettings:
+        """The session's settings of a row, with these changes."""
+        for name in ("num_draft_tokens", "rule"):
+            if name in changes:
+                raise ValueError(f"{name} applies to all rows of a session: open another session")
+        if not changes:
+            return self._own_settings
+        return RowSettings.of(self.config.changed(**changes), self.target)
+
     def _make_row(
-        self, prompt: Sequence[int], max_new_tokens: int | None, index: int, num_drawn: int = 0
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int | None,
+        index: int,
+        settings: RowSettings,
+        *,
+        num_drawn: int = 0,
+        num_top_logprobs: int = 0,
     ) -> Request:
         """Check a prompt, and make a row for it."""
         check_prompt(prompt, self.target.vocab_size, "the prompt")
@@ -321,17 +381,25 @@ class Session:
                 f"max_length={self.max_length}: "
                 "open the session with a larger one"
             )
+        is_random = not settings.sampling.greedy or self.drafter.needs_noise(settings.sampling)
         return Request(
             index,
             prompt,
             max_new_tokens=max_new_tokens,
-            eos=self._eos,
+            eos=settings.eos,
             speculative=True,
-            stop=self._stops,
+            stop=settings.stops,
             num_drawn=num_drawn,
+            sampling=settings.sampling,
+            seed=settings.seed if is_random else None,
+            wants_logprobs=settings.logprobs,
+            num_top_logprobs=require_int("num_top_logprobs", num_top_logprobs, 0),
         )
 
     def _enter(self, row: Request, slot: int) -> None:
+        if self._shares_windows and not row.sampling.greedy and not self.rule.ignores_windows:
+            # Until now every row was certain, whatever its windows.
+            self._plan = self._new_plan(row.sampling)
         self._batch.enter(row, slot)
         self._added[row] = None
         self._next_index = max(self._next_index, row.index + 1)

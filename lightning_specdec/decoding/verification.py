@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.decoding.executor import Executor
-from lightning_specdec.decoding.requests import Request, mark_failed
+from lightning_specdec.decoding.requests import Request, TopLogprobs
 from lightning_specdec.decoding.windows import Outcome
 from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, Verdict, column
@@ -29,28 +29,23 @@ class Verification:
     are, for K draft tokens: whether each draft token is accepted (K), the token that ends the round
     after each number of accepted ones (K + 1), the draft tokens (K); then, if there are any, the
     row's number of draft tokens (1), which of them a lossy rule changed (K), and log probabilities
-    of the draft tokens (K) and of the ends (K + 1). For K = 0 it is the next token only.
+    of the draft tokens (K) and of the ends (K + 1). Then, if any row requests the N likeliest
+    tokens of each position, these tokens and their log probabilities ((K + 1) N each). For K = 0 it
+    is the next token only.
 
     Args:
         rule: decides which draft tokens are accepted.
-        sampling: how the target's tokens are drawn.
         vocab_size: the target's. It marks a token that could not be drawn, since no token has
             that number.
-        logprobs: whether to compute log probabilities.
     """
 
-    def __init__(
-        self,
-        rule: AcceptanceRule,
-        sampling: Sampling,
-        vocab_size: int,
-        *,
-        logprobs: bool,
-    ) -> None:
+    def __init__(self, rule: AcceptanceRule, vocab_size: int) -> None:
         self.rule = rule
-        self.sampling = sampling
         self.vocab_size = vocab_size
-        self.logprobs = logprobs
+        # Of the current round: how its tokens are drawn, and which log probabilities it computes.
+        self.sampling = Sampling()
+        self.logprobs = False
+        self.num_top_logprobs = 0
 
     def judge(
         self,
@@ -59,9 +54,19 @@ class Verification:
         logits: Float[Tensor, "B K1 V"],
         noise: Float[Tensor, "B N 3"] | None,
         executor: Executor,
+        sampling: Sampling,
     ) -> Tensor:
-        """Judge the draft by the target's logits. Returns the outcome, still on the device."""
-        if self.sampling.processors:
+        """Judge the draft by the target's logits. Returns the outcome, still on the device.
+
+        `sampling` draws the target's tokens of all rows.
+        """
+        live_rows = [row for row in rows if row.live]
+        self.sampling = sampling
+        self.logprobs = any(row.wants_logprobs for row in live_rows)
+        requested_counts = [row.num_top_logprobs for row in live_rows]
+        self.num_top_logprobs = min(max(requested_counts, default=0), self.vocab_size)
+
+        if sampling.runs_on_host:
             # Processors run on the host and read the draft tokens there, so this is not recorded.
             processed = self._process(rows, draft, logits)
             return self._outcome(draft, logits, processed, noise)
@@ -71,7 +76,8 @@ class Verification:
 
         # Equal rules of other sessions share what is recorded.
         rule_attributes = tuple(sorted(vars(self.rule).items()))
-        key = ("judge", type(self.rule), rule_attributes, self.sampling, self.logprobs)
+        num_logprobs = (self.logprobs, self.num_top_logprobs)
+        key = ("judge", type(self.rule), rule_attributes, sampling, num_logprobs)
         draft_tensors = (draft.tokens, draft.lengths, draft.probs, draft.logits)
         (outcome,) = executor.run(key, call, logits, noise, *draft_tensors)
         assert outcome is not None
@@ -107,10 +113,7 @@ class Verification:
             next_tokens = self.sampling.sample(processed, column(noise, Purpose.CORRECT))
             verdict = Verdict(draft.tokens.bool(), next_tokens)
 
-        endings = verdict.endings
-        if self.sampling.greedy:
-            # argmax picks a token even from NaN; sampling marks such a row itself.
-            endings = mark_failed(endings, processed)
+        endings = self.sampling.mark_failed(verdict.endings, processed)
 
         # The columns in the order that the class describes.
         columns = [endings]
@@ -127,6 +130,11 @@ class Verification:
             ending_scores = Sampling.log_probs(logits, real_endings)
             columns.append(draft_scores.double())
             columns.append(ending_scores.double())
+        if self.num_top_logprobs:
+            log_probs = logits.float().log_softmax(-1)
+            likeliest = log_probs.topk(self.num_top_logprobs, dim=-1)
+            columns.append(likeliest.indices.flatten(1).double())
+            columns.append(likeliest.values.flatten(1).double())
         if len(columns) == 1:
             return endings
         return torch.cat(columns, dim=1)
@@ -162,7 +170,7 @@ class Verification:
                 continue
             verdict = self._unpack(row_values, num_draft_tokens, has_lengths=has_lengths)
             accepted_counts.append(verdict.num_accepted)
-            self._end_before_failure(verdict)
+            self._end_before_failure(row, verdict)
 
             added = row.commit(
                 verdict.drafted,
@@ -170,7 +178,8 @@ class Verification:
                 verdict.next_token,
                 seconds=seconds,
                 changed=verdict.changed,
-                logprobs=verdict.logprobs,
+                logprobs=verdict.logprobs if row.wants_logprobs else None,
+                top_logprobs=verdict.top_logprobs(row.num_top_logprobs),
             )
             events.append((row, added))
             if len(added) > verdict.num_accepted:
@@ -192,6 +201,10 @@ class Verification:
         if 0 in accepted:
             num_accepted = accepted.index(0)
 
+        likeliest: list[TopLogprobs] = []
+        if self.num_top_logprobs:
+            values, likeliest = self._unpack_likeliest(values, num_draft_tokens + 1)
+
         logprobs = None
         if self.logprobs:
             # Those of the accepted draft tokens, and that of the token which ends the round.
@@ -199,7 +212,10 @@ class Verification:
             scores = values[-num_scores:]
             ending_score = scores[num_draft_tokens + num_accepted]
             logprobs = [*scores[:num_accepted], ending_score]
-            values = [int(value) for value in values[:-num_scores]]
+            values = values[:-num_scores]
+        if self.logprobs or self.num_top_logprobs:
+            # The log probabilities beside them made floats of the integers.
+            values = [int(value) for value in values]
 
         endings_end = 2 * num_draft_tokens + 1
         drafted_end = endings_end + num_draft_tokens
@@ -209,15 +225,30 @@ class Verification:
         if has_lengths:
             drafted = drafted[: changed[0]]
             changed = changed[1:]
-        return _RowVerdict(num_accepted, endings, drafted, changed, logprobs)
+        return _RowVerdict(num_accepted, endings, drafted, changed, logprobs, likeliest)
 
-    def _end_before_failure(self, verdict: _RowVerdict) -> None:
+    def _unpack_likeliest(
+        self, values: list[Any], num_positions: int
+    ) -> tuple[list[Any], list[TopLogprobs]]:
+        """The other columns of a row, and the likeliest tokens of each position."""
+        count = self.num_top_logprobs
+        num_values = num_positions * count
+        tokens = values[-2 * num_values : -num_values]
+        log_probs = values[-num_values:]
+        likeliest = []
+        for start in range(0, num_values, count):
+            position_tokens = [int(token) for token in tokens[start : start + count]]
+            position_scores = log_probs[start : start + count]
+            likeliest.append(list(zip(position_tokens, position_scores, strict=True)))
+        return values[: -2 * num_values], likeliest
+
+    def _end_before_failure(self, row: Request, verdict: _RowVerdict) -> None:
         """Drop what follows logits that are not finite: a token that does not exist marks them."""
         num_accepted = verdict.num_accepted
         failed = self.vocab_size
         if failed not in verdict.endings[: num_accepted + 1]:
             return
-        if self.sampling.greedy:
+        if row.sampling.greedy:
             # The target's tokens are certain, so those at the positions of accepted draft tokens
             # count too.
             num_accepted = verdict.endings.index(failed)
@@ -238,9 +269,18 @@ class _RowVerdict:
             rule.
         logprobs: log probabilities of the accepted draft tokens and of the next one; None unless
             requested.
+        likeliest: the likeliest tokens of each position; empty unless requested.
     """
 
-    __slots__ = ("changed", "drafted", "endings", "logprobs", "next_token", "num_accepted")
+    __slots__ = (
+        "changed",
+        "drafted",
+        "endings",
+        "likeliest",
+        "logprobs",
+        "next_token",
+        "num_accepted",
+    )
 
     def __init__(
         self,
@@ -249,10 +289,18 @@ class _RowVerdict:
         drafted: list[int],
         changed: list[int],
         logprobs: list[float] | None,
+        likeliest: list[TopLogprobs],
     ) -> None:
         self.num_accepted = num_accepted
         self.endings = endings
         self.drafted = drafted
         self.changed = changed
         self.logprobs = logprobs
+        self.likeliest = likeliest
         self.next_token: int | None = endings[num_accepted]
+
+    def top_logprobs(self, count: int) -> list[TopLogprobs]:
+        """The `count` likeliest tokens of each position; no positions for 0."""
+        if count == 0:
+            return []
+        return [position[:count] for position in self.likeliest]

@@ -188,6 +188,17 @@ class DraftState:
         """Truncate a row to `length` tokens, with which the prompt of the next turn begins."""
         self.truncate_row(row, length)
 
+    def save_row(self, row: int, length: int) -> Any:
+        """A copy of what a row remembers of its first `length` tokens, for `load_row`.
+
+        None, as by default, if the drafter needs no copy: it reads the text again.
+        """
+        return None
+
+    def load_row(self, row: int, copy: Any, length: int) -> None:
+        """Continue an empty row from the first `length` tokens of a copy that is not None."""
+        raise NotImplementedError(f"{type(self).__name__} makes no copies")
+
 
 class JointState(DraftState):
     """The states of several drafters, whose rows move together."""
@@ -214,6 +225,14 @@ class JointState(DraftState):
     def resume(self, row: int, length: int) -> None:
         for state in self.states:
             state.resume(row, length)
+
+    def save_row(self, row: int, length: int) -> list[Any]:
+        return [state.save_row(row, length) for state in self.states]
+
+    def load_row(self, row: int, copy: list[Any], length: int) -> None:
+        for state, state_copy in zip(self.states, copy, strict=True):
+            if state_copy is not None:
+                state.load_row(row, state_copy, length)
 
 
 def pipelined(method: Method) -> Method:

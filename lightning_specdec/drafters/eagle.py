@@ -25,7 +25,7 @@ from lightning_specdec.drafters.sampling_drafter import (
     make_draft,
     runs_in_openvino,
 )
-from lightning_specdec.models import KVState, LanguageModel, ModelOutput
+from lightning_specdec.models import KVState, LanguageModel, ModelOutput, RowCopy
 from lightning_specdec.models.base import select
 from lightning_specdec.rules import Draft, Sampling
 
@@ -136,6 +136,22 @@ class FeatureState(DraftState):
         entry_lengths[row] = min(entry_lengths[row], num_entries)
         self.entry_cache.truncate(entry_lengths)
 
+    def save_row(self, row: int, length: int) -> RowCopy | None:
+        # The network reads its entries again, which is quick.
+        num_known = min(length, self.num_known[row])
+        if HIDDEN not in self.feature_cache.storage.layers:
+            return None
+        keys, _ = self.feature_cache.storage.layers[HIDDEN]
+        return RowCopy(num_known, {HIDDEN: keys[row, :, :num_known].clone()})
+
+    def load_row(self, row: int, copy: RowCopy, length: int) -> None:
+        hidden = copy.tensors[HIDDEN]
+        num_known = min(length, copy.length)
+        self.feature_cache.storage.load_row(
+            row, {(HIDDEN, "keys"): hidden, (HIDDEN, "values"): hidden[..., :0]}, num_known
+        )
+        self.num_known[row] = num_known
+
 
 class FeatureDrafter(TrainedDrafter, ABC):
     """A network with keys and values over the target's hidden states.
@@ -226,7 +242,7 @@ class EagleDrafter(FeatureDrafter):
         embedded, hidden, lengths, num_entries = self._unread(state, request)
         draft_sampling = self.sampling or sampling
         is_plain_greedy = (
-            draft_sampling.greedy and not draft_sampling.processors and not request.wants_logits
+            draft_sampling.greedy and not draft_sampling.runs_on_host and not request.wants_logits
         )
         if self.in_openvino is not None and is_plain_greedy:
             # One call that drafts all tokens, if OpenVINO has one for this number of tokens.

@@ -287,9 +287,9 @@ class MedusaDrafter(TrainedDrafter):
             return empty_draft(request)
 
         inputs = request.calls.inputs
-        processors = (self.sampling or sampling).processors
+        runs_on_host = (self.sampling or sampling).runs_on_host
         key: tuple[str, int] | None = None
-        if inputs is not None and not state.moved and not processors:
+        if inputs is not None and not state.moved and not runs_on_host:
             # With recorded calls, all rounds draft the same number of tokens, and `num_added` is on
             # the device already.
             num_heads = min(request.calls.num_draft_tokens, self.max_draft_tokens)

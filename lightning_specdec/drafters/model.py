@@ -9,7 +9,7 @@ from typing import Any
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext, pipelined
 from lightning_specdec.drafters.layout import pad
 from lightning_specdec.drafters.sampling_drafter import SamplingDrafter, make_draft
-from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
+from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput, RowCopy
 from lightning_specdec.rules import Draft, Sampling
 
 NUM_LAST_TOKENS = 2
@@ -73,6 +73,16 @@ class ModelDraftState(DraftState):
         ):
             readable_lengths.append(min(length - first, num_read))
         self.model_state.truncate(readable_lengths)
+
+    def save_row(self, row: int, length: int) -> RowCopy | None:
+        if self.firsts[row]:
+            # It lacks the beginning of the text.
+            return None
+        num_read = min(length, self.model_state.consumed[row])
+        return self.model_state.save_row(row, num_read)
+
+    def load_row(self, row: int, copy: RowCopy, length: int) -> None:
+        self.model_state.load_row(row, copy, min(length, copy.length))
 
     def begin(
         self, request: DraftRequest, num_again: int, windows: Sequence[int], num_extra: int

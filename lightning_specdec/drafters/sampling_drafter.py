@@ -54,18 +54,18 @@ class DraftSampler:
     def draw(self, logits: Float[Tensor, "B W"]) -> Int[Tensor, "B"]:
         """Draw the next token of every row. Returns the target's token numbers."""
         vocabulary = self.vocabulary
-        if vocabulary is not None and (self.sampling.processors or self.wants_logits):
+        if vocabulary is not None and (self.sampling.runs_on_host or self.wants_logits):
             # Processors and rules are about the target's tokens.
             logits = vocabulary.spread(logits, -torch.inf)
             vocabulary = None
 
         position = len(self.tokens)
-        if self.sampling.processors:
+        if self.sampling.runs_on_host:
             logits = self._process(logits, position)
 
         uniform = None if self.uniform is None else self.uniform[position]
         tokens, probs = self.sampling.sample_with_probs(logits, uniform)
-        if self.sampling.processors:
+        if self.sampling.runs_on_host:
             # The processors see this token before the next one.
             for text, token in zip(self.texts, tokens.tolist(), strict=True):
                 text.append(token)
@@ -160,7 +160,7 @@ class SamplingDrafter(Drafter, ABC):
         draft_sampling = self._draft_sampling(sampling)
         wants_logits = request.wants_logits
         texts: list[list[int]] = []
-        if draft_sampling.processors:
+        if draft_sampling.runs_on_host:
             texts = [list(text) for text in request.texts]
 
         # What is recorded outlives the session, so this function must not refer to the request.
@@ -234,7 +234,7 @@ class SamplingDrafter(Drafter, ABC):
                 recorded.
         """
         inputs = request.calls.inputs
-        if tokens is None or inputs is None or self._draft_sampling(sampling).processors:
+        if tokens is None or inputs is None or self._draft_sampling(sampling).runs_on_host:
             return None
         num_read = tokens.shape[1]
         if not isinstance(state, KVState) or not model.records(state, num_read):

@@ -146,7 +146,7 @@ class _StageDraft:
         """
         num_missing = self.num_missing
         logits = fit_vocabulary(logits, self.request.vocab_size)
-        if self.sampling.processors:
+        if self.sampling.runs_on_host:
             # The processors skip rows that want no more tokens.
             unfinished_texts = [
                 text if count else None for text, count in zip(self.texts, num_missing, strict=True)

@@ -8,3 +8,4 @@ from lightning_specdec.models.rnn import FusedRNN as FusedRNN
 from lightning_specdec.models.state import DecodeState as DecodeState
 from lightning_specdec.models.state import KVState as KVState
 from lightning_specdec.models.state import RecurrentState as RecurrentState
+from lightning_specdec.models.state import RowCopy as RowCopy

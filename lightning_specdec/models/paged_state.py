@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ import openvino as ov
 import torch
 from torch import Tensor
 
-from lightning_specdec.models.state import DecodeState
+from lightning_specdec.models.state import DecodeState, RowCopy
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -295,6 +295,18 @@ class PagedState(DecodeState):
         # A request that ended in NaN must not poison the next one.
         for buffer in self._buffers:
             self._by_row(buffer)[list(rows)] = 0
+
+    def save_row(self, row: int, length: int) -> RowCopy:
+        num_blocks = math.ceil(length / BLOCK)
+        tensors: dict[Hashable, Tensor] = {}
+        for i, buffer in enumerate(self._buffers):
+            tensors[i] = self._by_row(buffer)[row, :num_blocks].clone()
+        return RowCopy(length, tensors)
+
+    def _load(self, row: int, copy: RowCopy, length: int) -> None:
+        num_blocks = math.ceil(length / BLOCK)
+        for i, buffer in enumerate(self._buffers):
+            self._by_row(buffer)[row, :num_blocks] = copy.tensors[i][:num_blocks]
 
     def _by_row(self, buffer: Tensor) -> Tensor:
         return buffer.unflatten(0, (-1, self.num_blocks))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -147,6 +147,36 @@ class DecodeState(ABC):
         """Empty these rows in place, for the next prompt."""
         self.consumed = _clear_lengths(self.consumed, rows)
         self.committed = _clear_lengths(self.committed, rows)
+
+    def save_row(self, row: int, length: int) -> RowCopy | None:
+        """A copy of what a row keeps of its first `length` tokens.
+
+        None if this kind of state has no copies; a text is then read again.
+        """
+        return None
+
+    def load_row(self, row: int, copy: RowCopy, length: int) -> None:
+        """Continue an empty row from the first `length` tokens of a copy."""
+        self._load(row, copy, length)
+        self.consumed = [*self.consumed[:row], length, *self.consumed[row + 1 :]]
+        # Nothing was given up below that length, since the copy has all of it.
+        self.committed = [*self.committed[:row], 0, *self.committed[row + 1 :]]
+
+    def _load(self, row: int, copy: RowCopy, length: int) -> None:
+        raise NotImplementedError(f"{type(self).__name__} makes no copies")
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    """What a state keeps of one row, in tensors that no state changes.
+
+    Args:
+        length: tokens of the row.
+        tensors: by names that belong to the state.
+    """
+
+    length: int
+    tensors: Mapping[Any, Tensor]
 
 
 def _select_lengths(lengths: list[int], rows: Sequence[int]) -> list[int]:
@@ -342,9 +372,30 @@ class KVStorage:
         attended_values = value_buffer[:, :, : slots.span]
         return attended_keys, attended_values
 
+    def save_row(self, row: int, length: int) -> dict[Hashable, Tensor]:
+        """Copies of the keys and values of a row's first slots."""
+        tensors: dict[Hashable, Tensor] = {}
+        for layer, (keys, values) in self.layers.items():
+            tensors[layer, "keys"] = keys[row, :, :length].clone()
+            tensors[layer, "values"] = values[row, :, :length].clone()
+        return tensors
+
+    def load_row(self, row: int, tensors: Mapping[Hashable, Tensor], length: int) -> None:
+        """Write the first slots of a row."""
+        layers = {key[0] for key in tensors if isinstance(key, tuple)}
+        for layer in layers:
+            keys = tensors[layer, "keys"][None]
+            values = tensors[layer, "values"][None]
+            if layer not in self.layers:
+                self.layers[layer] = self._new_buffer(keys), self._new_buffer(values)
+            key_buffer, value_buffer = self.layers[layer]
+            key_buffer[row, :, :length] = keys[0, :, :length]
+            value_buffer[row, :, :length] = values[0, :, :length]
+
     def _new_buffer(self, like: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H S D"]:
         # Zeros, not empty: a NaN in a masked slot would still poison attention through 0 * NaN.
-        batch_size, num_heads, _, size = like.shape
+        _, num_heads, _, size = like.shape
+        batch_size = len(self.rows)
         return like.new_zeros(batch_size, num_heads, self.num_slots, size)
 
     def mask(self, slots: Slots, window: int | None = None) -> Bool[Tensor, "B T S"]:
@@ -483,6 +534,12 @@ class KVState(DecodeState):
         super().clear(rows)
         for buffer in self.storage.buffers():
             buffer[list(rows)] = 0  # a request that ended in NaN must not poison the next one
+
+    def save_row(self, row: int, length: int) -> RowCopy:
+        return RowCopy(length, self.storage.save_row(row, length))
+
+    def _load(self, row: int, copy: RowCopy, length: int) -> None:
+        self.storage.load_row(row, copy.tensors, length)
 
     def _select(self, rows: Sequence[int], source: Tensor, empty: Tensor) -> None:
         previous = self.storage

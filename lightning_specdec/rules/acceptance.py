@@ -295,10 +295,8 @@ class TypicalAcceptance(_LossyRule):
     def accepts(
         self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
     ) -> Bool[Tensor, "B K"]:
-        if sampling.greedy:
-            # A one-hot distribution has entropy 0, so the criterion would be an exact match.
-            sampling = SOFTMAX
-        target_probs = sampling.probs(target_logits)
+        # A one-hot distribution has entropy 0, so the criterion would be an exact match.
+        target_probs = sampling.without_greedy.probs(target_logits)
 
         # Medusa, section 2.3.2: p(x) > min(epsilon, delta * exp(-H(p))).
         entropy = torch.special.entr(target_probs).sum(-1)

@@ -47,6 +47,47 @@ class RepetitionPenalty:
 
 
 @dataclass(frozen=True)
+class PresencePenalty:
+    """Lowers the scores of tokens that the new text has: once, and once more for each occurrence.
+
+    Args:
+        presence: subtracted from the score of every token of the new text.
+        frequency: subtracted from it for each time that the token occurs there.
+        prompt_length: tokens at the start of the prefix that do not count.
+    """
+
+    presence: float
+    frequency: float
+    prompt_length: int
+
+    def __call__(
+        self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
+    ) -> Float[Tensor, "1 V"]:
+        new_tokens = prefix[0, self.prompt_length :]
+        counts = torch.bincount(new_tokens, minlength=scores.shape[-1])
+        return scores - self.presence * (counts > 0) - self.frequency * counts
+
+
+@dataclass(frozen=True)
+class LogitBias:
+    """Adds a number to the scores of some tokens.
+
+    Args:
+        biases: pairs of a token and its number.
+    """
+
+    biases: tuple[tuple[int, float], ...]
+
+    def __call__(
+        self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
+    ) -> Float[Tensor, "1 V"]:
+        tokens, biases = zip(*self.biases, strict=True)
+        index = torch.tensor([tokens], device=scores.device)
+        added = torch.tensor([biases], device=scores.device, dtype=scores.dtype)
+        return scores.scatter_add(1, index, added)
+
+
+@dataclass(frozen=True)
 class Sampling(SamplingSettings):
     """Turns logits into probabilities and tokens, for target and draft alike.
 
@@ -89,6 +130,27 @@ class Sampling(SamplingSettings):
             if hasattr(config, setting.name):
                 arguments[setting.name] = getattr(config, setting.name)
         return cls(**arguments)
+
+    @property
+    def runs_on_host(self) -> bool:
+        """Whether drawing needs the host, so that calls that draw cannot be recorded."""
+        return bool(self.processors)
+
+    @property
+    def without_greedy(self) -> Sampling:
+        """The same sampling, or the model's own distribution if the temperature is 0."""
+        return SOFTMAX if self.greedy else self
+
+    def mark_failed(
+        self, tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]
+    ) -> Int[Tensor, "*B"]:
+        """The drawn tokens, but V, which is no token, where the logits are not finite.
+
+        A draw at random marks such rows itself; an argmax picks a token even from NaN.
+        """
+        if not self.greedy:
+            return tokens
+        return mark_failed(tokens, logits)
 
     def process(
         self,
@@ -213,6 +275,99 @@ class Sampling(SamplingSettings):
 
 SOFTMAX = Sampling(temperature=1.0)
 """The model's own distribution, which some rules compare regardless of the sampling."""
+
+
+@dataclass(frozen=True)
+class RowSampling(Sampling):
+    """Another sampling for each row of a batch.
+
+    A row's tokens are those that its own sampling draws alone. The first dimension of logits and
+    of uniform numbers are the rows.
+    """
+
+    rows: tuple[Sampling, ...] = ()
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Sampling]) -> Sampling:
+        """The sampling of all rows: the single one that they share, or a `RowSampling`."""
+        first_sampling = rows[0]
+        if all(sampling is first_sampling or sampling == first_sampling for sampling in rows):
+            return first_sampling
+        return cls(rows=tuple(rows))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn at random in any row."""
+        return all(sampling.greedy for sampling in self.rows)
+
+    @property
+    def runs_on_host(self) -> bool:
+        return True  # which rows are drawn together changes from round to round
+
+    @property
+    def without_greedy(self) -> Sampling:
+        return RowSampling.of_rows([sampling.without_greedy for sampling in self.rows])
+
+    def _groups(self) -> dict[Sampling, list[int]]:
+        """Rows by their sampling, since equal ones are computed together."""
+        groups: dict[Sampling, list[int]] = {}
+        for row, sampling in enumerate(self.rows):
+            groups.setdefault(sampling, []).append(row)
+        return groups
+
+    def mark_failed(
+        self, tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]
+    ) -> Int[Tensor, "*B"]:
+        marked_tokens = tokens.clone()
+        for sampling, rows in self._groups().items():
+            marked_tokens[rows] = sampling.mark_failed(tokens[rows], logits[rows])
+        return marked_tokens
+
+    def process(
+        self,
+        logits: Float[Tensor, "B N V"],
+        texts: Sequence[Sequence[int] | None],
+        draft_tokens: Sequence[Sequence[int]] | None = None,
+        *,
+        stop_at_impossible: bool = False,
+    ) -> Float[Tensor, "B N V"]:
+        processed = logits
+        for sampling, rows in self._groups().items():
+            group_texts = [text if row in rows else None for row, text in enumerate(texts)]
+            processed = sampling.process(
+                processed, group_texts, draft_tokens, stop_at_impossible=stop_at_impossible
+            )
+        return processed
+
+    def probs(self, logits: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
+        probs = torch.empty_like(logits, dtype=torch.float32)
+        for sampling, rows in self._groups().items():
+            probs[rows] = sampling.probs(logits[rows])
+        return probs
+
+    def sample_with_probs(
+        self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None
+    ) -> tuple[Int[Tensor, "*B"], Float[Tensor, "*B V"] | None]:
+        if self.greedy:
+            return largest(logits), None
+        assert uniform is not None, "some rows draw at random, which needs uniform numbers"
+
+        tokens = torch.empty(logits.shape[:-1], dtype=torch.long, device=logits.device)
+        probs = torch.empty_like(logits, dtype=torch.float32)
+        for sampling, rows in self._groups().items():
+            row_tokens, row_probs = sampling.sample_with_probs(logits[rows], uniform[rows])
+            tokens[rows] = row_tokens
+            probs[rows] = sampling.probs(logits[rows]) if row_probs is None else row_probs
+        return tokens, probs
+
+
+def mark_failed(tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
+    """The tokens of the largest logits; V, which is no token, if that logit is not finite.
+
+    The largest of numbers with a NaN among them is that NaN, so one logit is enough to look at.
+    """
+    largest_logits = logits.gather(-1, tokens[..., None]).squeeze(-1)
+    return torch.where(largest_logits.abs() < torch.inf, tokens, logits.shape[-1])
 
 
 def _renormalize(

@@ -1,0 +1,78 @@
+"""How much memory the states of a session use, to reserve it before requests are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.config.memory import available_bytes, gigabytes
+from lightning_specdec.decoding import Session
+from lightning_specdec.drafters import Drafter
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.snapshot_state import SnapshotState
+
+GROWTH = 1.5
+"""Peak memory while a batch doubles, in multiples of the larger one: both halves are there."""
+
+
+def state_bytes(*states: Any) -> int:
+    """Bytes of all tensors that states hold, at any depth. Models are not counted."""
+    seen: set[int] = set()
+    storages: dict[int, int] = {}
+    num_other_bytes = 0
+    stack: list[Any] = list(states)
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, nn.Module):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, SnapshotState):
+            # Its caches are objects of transformers.
+            num_other_bytes += value.num_bytes()
+        else:
+            stack += _parts_of(value)
+    return sum(storages.values()) + num_other_bytes
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """The values inside a container or an object of this package."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set):
+        return value
+    is_ours = type(value).__module__.startswith("lightning_specdec.")
+    return vars(value).values() if is_ours and hasattr(value, "__dict__") else ()
+
+
+def check_memory(
+    target: LanguageModel,
+    drafter: Drafter,
+    config: DecodingConfig,
+    *,
+    max_length: int,
+    max_batch_size: int,
+    cache_bytes: int,
+) -> None:
+    """Decode one token, and raise ValueError unless a full batch and the cache fit the memory."""
+    session = Session(target, drafter, config, max_length=max_length)
+    row = session.add([0], max_new_tokens=1)
+    while row.live:
+        session.step()
+
+    row_bytes = state_bytes(session.states)
+    needed = int(GROWTH * max_batch_size * row_bytes) + cache_bytes
+    device = str(target.device)
+    # What the trial uses is free again when the server begins.
+    available = available_bytes(device)
+    if available is not None and needed > available + row_bytes:
+        raise ValueError(
+            f"{max_batch_size} requests of {max_length} tokens need {gigabytes(needed)}, but "
+            f"{gigabytes(available)} are free on {device}: lower --max_batch_size, --max_length, "
+            "or --prefix_cache_megabytes"
+        )

@@ -1,0 +1,92 @@
+"""Counters for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from lightning_specdec.decoding import Request
+from lightning_specdec.serve.engine import Engine, EngineObserver, Generation
+
+PREFIX = "lightning_specdec"
+SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Upper ends of the buckets of waiting times."""
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+"""Upper ends of the buckets of acceptance lengths."""
+
+
+class Metrics(EngineObserver):
+    """What the server counts. A registry of its own, so that a process may hold several servers."""
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            f"{PREFIX}_requests", "HTTP requests", ["path", "status"], registry=registry
+        )
+        self.generations = Counter(
+            f"{PREFIX}_generations", "answers by how they ended", ["reason"], registry=registry
+        )
+        self.prompt_tokens = Counter(
+            f"{PREFIX}_prompt_tokens", "tokens of prompts", registry=registry
+        )
+        self.cached_tokens = Counter(
+            f"{PREFIX}_cached_prompt_tokens",
+            "tokens of prompts that were not read, since an earlier request had the same prefix",
+            registry=registry,
+        )
+        self.new_tokens = Counter(f"{PREFIX}_new_tokens", "tokens of answers", registry=registry)
+        self.draft_tokens = Counter(
+            f"{PREFIX}_draft_tokens",
+            "draft tokens by their position in the round",
+            ["position"],
+            registry=registry,
+        )
+        self.accepted_tokens = Counter(
+            f"{PREFIX}_accepted_tokens",
+            "accepted draft tokens by their position in the round",
+            ["position"],
+            registry=registry,
+        )
+        self.acceptance_length = Histogram(
+            f"{PREFIX}_acceptance_length",
+            "tokens of an answer in each round",
+            buckets=LENGTHS,
+            registry=registry,
+        )
+        self.first_token_seconds = Histogram(
+            f"{PREFIX}_time_to_first_token_seconds",
+            "seconds from a request to its first token, waiting included",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._waiting = Gauge(f"{PREFIX}_requests_waiting", "answers that wait", registry=registry)
+        self._live = Gauge(
+            f"{PREFIX}_requests_running", "answers that are being decoded", registry=registry
+        )
+
+    def watch(self, engine: Engine) -> None:
+        """Read the lengths of the engine's queue and batch whenever metrics are requested."""
+        self._waiting.set_function(lambda: engine.num_waiting)
+        self._live.set_function(lambda: engine.num_live)
+
+    def text(self) -> bytes:
+        """All metrics in the format of Prometheus."""
+        return generate_latest(self.registry)
+
+    def first_token(self, seconds: float) -> None:
+        self.first_token_seconds.observe(seconds)
+
+    def round(self, row: Request, num_new: int) -> None:
+        self.new_tokens.inc(num_new)
+        self.acceptance_length.observe(num_new)
+        last_round = row.rounds[-1]
+        for position in range(len(last_round.drafted)):
+            self.draft_tokens.labels(position).inc()
+        for position in range(last_round.num_accepted):
+            self.accepted_tokens.labels(position).inc()
+
+    def ended(self, generation: Generation, reason: str) -> None:
+        self.generations.labels(reason).inc()
+        self.prompt_tokens.inc(len(generation.prompt))
+        self.cached_tokens.inc(generation.num_cached)

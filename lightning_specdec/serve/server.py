@@ -1,0 +1,168 @@
+"""Start the server for a decoder, and run it until it is told to stop."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import signal
+import socket
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.decoder import SpeculativeDecoder
+from lightning_specdec.serve.app import make_app
+from lightning_specdec.serve.engine import Engine
+from lightning_specdec.serve.memory import check_memory
+from lightning_specdec.serve.metrics import Metrics
+from lightning_specdec.serve.service import Service
+from lightning_specdec.serve.settings import DEFAULT_MAX_LENGTH, ServeSettings
+
+log = logging.getLogger("lightning_specdec")
+
+SHUTDOWN_SECONDS = 30.0
+"""Time that running requests have after a signal to stop."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is ready to run.
+
+    Args:
+        engine: decodes; not started yet.
+        app: answers requests.
+        settings: where it listens.
+    """
+
+    engine: Engine
+    app: Starlette
+    settings: ServeSettings
+
+    def run(self, bound: socket.socket) -> None:
+        """Serve until SIGTERM or Ctrl-C. What runs then has `SHUTDOWN_SECONDS` to finish."""
+        runner = self.runner()
+        # uvicorn raises the signal again after it has stopped, which ended well by then.
+        previous_handler = signal.signal(signal.SIGTERM, _do_nothing)
+        try:
+            self.engine.start()
+            runner.run(sockets=[bound])
+        finally:
+            signal.signal(signal.SIGTERM, previous_handler)
+            self.stop()
+
+    def runner(self) -> uvicorn.Server:
+        """What runs the application."""
+        config = uvicorn.Config(
+            self.app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            # Requests end before, since the engine ends them.
+            timeout_graceful_shutdown=int(SHUTDOWN_SECONDS) + 5,
+        )
+        return _Runner(config, self.engine)
+
+    def stop(self) -> None:
+        """End the engine, if it still runs."""
+        self.engine.begin_shutdown(0)
+        self.engine.join(SHUTDOWN_SECONDS)
+
+
+class _Runner(uvicorn.Server):
+    """uvicorn, which also tells the engine of a signal to stop."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._engine.begin_shutdown(SHUTDOWN_SECONDS)
+        super().handle_exit(sig, frame)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def make_server(
+    decoder: SpeculativeDecoder,
+    config: DecodingConfig,
+    settings: ServeSettings,
+    *,
+    model_name: str,
+) -> Server:
+    """A server for a decoder.
+
+    Args:
+        decoder: with a tokenizer.
+        config: how requests are decoded that name nothing else.
+        settings: where to listen, and limits.
+        model_name: the model's name in requests and answers.
+
+    Raises:
+        ValueError: the decoder has no tokenizer, or there is not enough memory.
+    """
+    tokenizer = decoder.tokenizer
+    if tokenizer is None:
+        raise ValueError("the target has no tokenizer, so it cannot serve text: use `decode`")
+    api_key = settings.api_key()
+    config = decoder.config(config)
+    config = config.changed(num_draft_tokens=decoder.window(config))
+
+    target, drafter = decoder.ready()
+    limits = (target.max_positions, drafter.max_positions)
+    known_limits = [limit for limit in limits if limit is not None]
+    context = min(known_limits, default=DEFAULT_MAX_LENGTH)
+    max_length = settings.max_length or min(context, DEFAULT_MAX_LENGTH)
+    if known_limits and max_length > context:
+        raise ValueError(f"--max_length {max_length} exceeds the models' context of {context}")
+
+    check_memory(
+        target,
+        drafter,
+        config,
+        max_length=max_length,
+        max_batch_size=settings.max_batch_size,
+        cache_bytes=settings.prefix_cache_megabytes * 2**20,
+    )
+    metrics = Metrics()
+    engine = Engine(
+        target,
+        drafter,
+        config,
+        max_length=max_length,
+        max_batch_size=settings.max_batch_size,
+        max_queue=settings.max_queue,
+        cache_bytes=settings.prefix_cache_megabytes * 2**20,
+        observer=metrics,
+    )
+    metrics.watch(engine)
+    service = Service(engine, tokenizer, model_name=model_name)
+    return Server(engine, make_app(service, metrics, settings, api_key), settings)
+
+
+def bind(settings: ServeSettings) -> socket.socket:
+    """A socket with the address of the settings, which does not listen yet.
+
+    Raises:
+        ValueError: the port is in use, or the address is none of this machine's.
+    """
+    host = settings.host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
+    # A port whose last connections are still closing is free.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, settings.port))
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"port {settings.port} is in use by another program: choose another --port"
+            ) from None
+        raise ValueError(f"cannot listen on {host}: {error.strerror}") from None
+    return bound
