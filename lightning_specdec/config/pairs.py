@@ -167,25 +167,30 @@ class Pair(Settings):
 
         defaults = self._target_defaults()
         if source.draft is None and (is_pairs_drafter or is_lookup_first):
+            defaults.update(self._draft_defaults(source))
             if is_pairs_drafter and own_drafter is not None:
                 settings = {} if drafter is None else drafter.settings
                 drafter = Choice(own_drafter.name, {**own_drafter.settings, **settings})
-            if self.draft is not None:
-                defaults.update(
-                    draft=self.draft.location,
-                    draft_dtype=source.dtype or self.draft.dtype,
-                    draft_quantization=self.draft.quantization,
-                    draft_revision=self.draft.location_revision,
-                    draft_adapter=self.draft.adapter,
-                )
-            elif self.has_trained_draft:
-                assert self.draft_file is not None
-                defaults["draft"] = shipped_file(self.draft_file)
 
         missing = {name: value for name, value in defaults.items() if getattr(source, name) is None}
         if source.backend == "auto" and self.backend is not None:
             missing["backend"] = self.backend
         return source.changed(**missing | {"pair": None, "drafter": drafter})
+
+    def _draft_defaults(self, source: PairSource) -> dict[str, Any]:
+        """Fields of a source that name the draft; none if the pair has no model that drafts."""
+        if self.draft is not None:
+            return {
+                "draft": self.draft.location,
+                "draft_dtype": source.dtype or self.draft.dtype,
+                "draft_quantization": self.draft.quantization,
+                "draft_revision": self.draft.location_revision,
+                "draft_adapter": self.draft.adapter,
+            }
+        if self.has_trained_draft:
+            assert self.draft_file is not None
+            return {"draft": shipped_file(self.draft_file)}
+        return {}
 
     def _announce_hub_models(self) -> None:
         """Warn of models that come from the Hub because their local copies are not here."""
