@@ -170,7 +170,7 @@ def test_a_gguf_file_decodes_as_transformers_unpacks_it(quantized: bool, tmp_pat
     decoder = SpeculativeDecoder.from_pretrained(file)
     assert decoder.encode("the cat sat") == tokenizer("the cat sat")["input_ids"]
     assert decoder.eos == (tokenizer.eos_token_id,)
-    assert named_tokenizer(file).fingerprint == decoder.tokenizer.fingerprint  # type: ignore[union-attr]
+    assert named_tokenizer(file).fingerprint == decoder.tokenizer.fingerprint
 
     options = ("--prompt", "the cat sat", "--raw", "--ignore_eos", *BRIEF)
     documents = [
