@@ -36,11 +36,11 @@ TENSOR_FACTORIES = (
 @pytest.fixture(autouse=True)
 def _shapes(request: pytest.FixtureRequest) -> None:
     """Check shapes in some tests, chosen by name, or in all of them."""
-    import shape_checker
+    import jaxtyping
 
     is_chosen = crc32(request.node.nodeid.encode()) % SHAPE_CHECK_SHARE == 0
     checks_all = request.config.getoption("shapes") == "all"
-    shape_checker.begin_test(is_checked=is_chosen or checks_all)
+    jaxtyping.config.update("jaxtyping_disable", not (is_chosen or checks_all))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-from collections import Counter
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -15,19 +14,9 @@ import jaxtyping
 import lightning.pytorch  # noqa: F401
 from beartype import BeartypeConf, beartype
 
-MOST_CHECKED_CALLS = 50
-"""Calls of each function that are checked in one test. A session repeats the same calls."""
 check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 """The type checker. It accepts an int where a float is expected."""
 _jaxtyped = jaxtyping.jaxtyped
-_num_checked_calls: Counter[FunctionType] = Counter()
-"""By function, in the present test."""
-
-
-def begin_test(*, is_checked: bool) -> None:
-    """Check shapes in the calls of the next test, or do not."""
-    _num_checked_calls.clear()
-    jaxtyping.config.update("jaxtyping_disable", not is_checked)
 
 
 def install(*, lazily: bool) -> None:
@@ -69,9 +58,6 @@ def _jaxtyped_where_checked(
         @functools.wraps(definition)
         def call(*args: Any, **kwargs: Any) -> Any:
             if jaxtyping.config.jaxtyping_disable:
-                return definition(*args, **kwargs)
-            _num_checked_calls[definition] += 1
-            if _num_checked_calls[definition] > MOST_CHECKED_CALLS:
                 return definition(*args, **kwargs)
             return checked()(*args, **kwargs)
 
