@@ -56,6 +56,7 @@ def running(decoder: SpeculativeDecoder, **options: Any) -> Iterator[tuple[Serve
     settings = ServeSettings(port=0, **options)
     server = make_server(decoder, DecodingConfig(temperature=1.0), settings, model_name=MODEL)
     with bind(settings) as bound:
+        bound.listen()
         address = f"http://127.0.0.1:{bound.getsockname()[1]}"
         runner = server.runner()
         thread = threading.Thread(target=runner.run, kwargs={"sockets": [bound]})
