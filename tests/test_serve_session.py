@@ -16,7 +16,7 @@ from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import LogitBias, PresencePenalty, RowSampling, Sampling
 
-NUM_SCHEDULES = {"rnn": 8, "transformer": 4, "llama": 4}
+NUM_SCHEDULES = {"rnn": 6, "transformer": 3, "llama": 3}
 """By the target."""
 PAIRS = [
     ("rnn", "near", "ExactMatch"),
