@@ -493,3 +493,28 @@ def test_a_calibration_measures_pipelined_rounds(monkeypatch: pytest.MonkeyPatch
     assert launched[-12:] == [1] * 4 + [2] * 4 + [0] * 4
     assert calibration.widths == (1, 2, 3)
     assert min(calibration.target_seconds) > 0
+
+
+@pytest.mark.parametrize("method", ["add", "save"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}], ids=["greedy", "random"])
+def test_the_only_row_may_be_cancelled_while_a_round_is_pipelined(
+    method: str, options: dict[str, Any]
+) -> None:
+    target = cases.target("llama")
+    drafter = cases.drafter("heads", "llama")
+    session = Session(recorded_model(target), recorded_drafter(drafter), max_length=90)
+    row = session.add([1, 2, 3], max_new_tokens=64, **options)
+    # Rows with settings that differ from the session's are not recorded.
+    expects_pipelined = not options
+    for _ in range(8):
+        session.step()
+    assert session._executor.has_pipelined_round == expects_pipelined
+
+    session.cancel(row)
+    if method == "save":
+        assert session.save(row) is not None
+    next_row = session.add([4, 5], max_new_tokens=9)
+    while next_row.live:
+        session.step()
+    expected = autoregressive_decode(target, [4, 5], max_new_tokens=9)
+    assert next_row.result().tokens == expected.tokens[0]

@@ -101,6 +101,13 @@ def test_top_p_of_a_large_vocabulary_keeps_what_sorting_keeps(top_p: float) -> N
     assert sampling.probs(torch.full((3000,), torch.nan)).isnan().all()
 
 
+@pytest.mark.parametrize("vocab_size", [11, 2000])
+def test_a_top_p_below_the_range_of_float32_keeps_the_likeliest_token(vocab_size: int) -> None:
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(1))
+    probs = Sampling(1.0, top_p=1e-300).probs(logits)
+    assert torch.equal(probs, Sampling(0.0).probs(logits))
+
+
 def test_equal_logits_leave_exactly_k_tokens_and_one_greedy_token() -> None:
     logits = torch.zeros(2, 6)
     assert Sampling(1.0, top_k=2).probs(logits).count_nonzero(dim=-1).tolist() == [2, 2]

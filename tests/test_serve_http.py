@@ -246,6 +246,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": 3}, "stop"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"max_tokens": 600}, "messages"),
@@ -296,6 +297,7 @@ def test_bodies_that_are_no_request_are_refused(served: tuple[Server, str]) -> N
         (b"[]", json_type, 400),
         (b'{"prompt": NaN}', json_type, 400),
         (b"\xff", json_type, 400),
+        (rb'{"half \ud800": 1}', json_type, 400),
         (deep, json_type, 400),
         (b" " * (5 * 2**20), json_type, 413),
     ):

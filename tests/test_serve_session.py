@@ -158,6 +158,40 @@ def test_a_seed_of_its_own_changes_the_tokens_of_a_row() -> None:
     assert len(texts) == 4
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1.0, "seed": 3},
+        {"repetition_penalty": 1.7, "logprobs": True},
+        {"eos": [cases.EOS]},
+    ],
+)
+def test_a_resumed_row_keeps_its_settings(settings: dict[str, Any]) -> None:
+    target = cases.target("rnn")
+    drafter = cases.drafter("near", "rnn")
+    text = [3, 1, 4]
+    rows = []
+    own_settings: list[dict[str, Any]] = [{}, settings]
+    for row_settings in own_settings:
+        # The settings of the row alone, or of its whole session.
+        session_settings = {} if row_settings else settings
+        session = Session(target, drafter, max_length=60, rule="ExactMatch", **session_settings)
+        row = session.add(
+            text, max_new_tokens=9, index=0, num_top_logprobs=2, **row_settings
+        )
+        while row.live:
+            session.step()
+        resumed = session.resume(row, [*row.text, 2], max_new_tokens=20)
+        while resumed.live:
+            session.step()
+        rows.append(resumed)
+    expected, resumed = rows
+    assert resumed.text == expected.text
+    assert resumed.stop_reason == expected.stop_reason
+    assert resumed.logprobs == expected.logprobs
+    assert len(resumed.top_logprobs) == resumed.num_new
+
+
 def test_a_setting_of_the_whole_session_is_refused_for_a_row() -> None:
     session = Session(cases.target("rnn"), cases.drafter("near", "rnn"), max_length=24)
     for change in ({"rule": "RejectionSampling"}, {"num_draft_tokens": 2}):

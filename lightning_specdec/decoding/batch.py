@@ -107,6 +107,9 @@ class Batch:
     def sampling(self) -> Sampling:
         """How the tokens of all rows are drawn."""
         live_samplings = [row.sampling for row in self.rows if row.live]
+        if not live_samplings:
+            # All rows were cancelled while the device ran this round, so nobody reads its tokens.
+            return Sampling()
         # Nobody reads the tokens of ended rows, so they follow a live one.
         samplings = [row.sampling if row.live else live_samplings[0] for row in self.rows]
         sampling = RowSampling.of_rows(samplings)

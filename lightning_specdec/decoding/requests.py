@@ -44,6 +44,7 @@ class Request:
             random.
         wants_logprobs: whether to keep the log probability of each new token.
         num_top_logprobs: how many of the likeliest tokens to keep with each new token.
+        settings: of a session's row, which its next turn keeps.
 
     Attributes:
         text: the prompt and all new tokens.
@@ -69,8 +70,10 @@ class Request:
         seed: int | None = None,
         wants_logprobs: bool = False,
         num_top_logprobs: int = 0,
+        settings: RowSettings | None = None,
     ) -> None:
         self.index = index
+        self.settings = settings
         self.sampling = sampling or Sampling()
         self.seed = seed
         self.wants_logprobs = wants_logprobs

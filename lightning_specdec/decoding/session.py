@@ -320,8 +320,9 @@ class Session:
         Returns a new row.
 
         `prompt` is the whole text of the new turn. The models read only what follows the common
-        prefix with the old row's text, if their states can be truncated so far. A row can be
-        resumed once, since the new row continues its random numbers. At temperature 0 and with
+        prefix with the old row's text, if their states can be truncated so far. The new row keeps
+        the old one's settings. A row can be resumed once, since the new row continues its random
+        numbers. At temperature 0 and with
         `ExactMatch` the output is that of reading the whole prompt; with `RejectionSampling` it
         has the same distribution.
 
@@ -333,9 +334,13 @@ class Session:
         if row.live:
             raise ValueError("the row is still being decoded: cancel it instead")
 
-        num_drawn = row.num_drawn + row.num_new
         next_row = self._make_row(
-            prompt, max_new_tokens, row.index, self._own_settings, num_drawn=num_drawn
+            prompt,
+            max_new_tokens,
+            row.index,
+            row.settings or self._own_settings,
+            num_drawn=row.num_drawn + row.num_new,
+            num_top_logprobs=row.num_top_logprobs,
         )
         self._finish_pipelined_round()
         row.resumed = True
@@ -394,6 +399,7 @@ class Session:
             seed=settings.seed if is_random else None,
             wants_logprobs=settings.logprobs,
             num_top_logprobs=require_int("num_top_logprobs", num_top_logprobs, 0),
+            settings=settings,
         )
 
     def _enter(self, row: Request, slot: int) -> None:

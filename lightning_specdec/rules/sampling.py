@@ -395,6 +395,8 @@ def _nucleus(probs: Float[Tensor, "*B V"], top_p: float) -> Bool[Tensor, "*B V"]
 
     Holtzman et al. 2020, section 3.1. Among equally likely tokens, the lower numbers come first.
     """
+    # In float32 a smaller number would be 0, and the most likely token would be outside.
+    top_p = max(top_p, torch.finfo(probs.dtype).tiny)
     vocab_size = probs.shape[-1]
     if vocab_size <= NUCLEUS_CANDIDATES or probs.device.type != "cpu":
         return _nucleus_by_sorting(probs, top_p)

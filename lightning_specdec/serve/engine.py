@@ -116,8 +116,9 @@ class EngineObserver:
 class Engine:
     """Decodes generations in one session, in a thread that it starts and ends.
 
-    A generation's tokens depend on its prompt and settings only. All methods may be called from
-    any thread.
+    A generation's tokens depend on its prompt and settings only, with one exception: under
+    `RejectionSampling`, a drafter inside the target may draft sooner if the cache has a prefix of
+    the prompt. The distribution is the same. All methods may be called from any thread.
 
     Args:
         target: the model whose output is wanted.

@@ -29,6 +29,8 @@ MAX_BIASES = 1024
 """Most entries of `logit_bias`, since each position applies them all."""
 MAX_BIAS = 100.0
 """Largest number in `logit_bias`, as in OpenAI's API."""
+MAX_TOKEN_DIGITS = 10
+"""Most digits of a token in `logit_bias`; Python reads no integer of thousands of digits."""
 
 DEFAULT_MAX_TOKENS = 16
 """New tokens of a completion that names no number, as in OpenAI's API. Chats use what is left."""
@@ -86,12 +88,17 @@ class ApiError(Exception):
     def to_dict(self) -> dict[str, Any]:
         """The body of the answer."""
         error = {
-            "message": str(self),
+            "message": _encodable(str(self)),
             "type": self.kind,
-            "param": self.param,
+            "param": None if self.param is None else _encodable(self.param),
             "code": self.code,
         }
         return {"error": error}
+
+
+def _encodable(text: str) -> str:
+    """The text with each half of a surrogate, which a request may name a field by, as "?"."""
+    return text.encode("utf-8", "replace").decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +180,11 @@ class CommonRequest(Settings):
             raise ApiError(f"logit_bias takes up to {MAX_BIASES} tokens", param="logit_bias")
         for token, bias in (self.logit_bias or {}).items():
             is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-            if not token.isdecimal() or not is_number or not abs(bias) <= MAX_BIAS:
+            is_token = token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS
+            if not is_token or not is_number or not abs(bias) <= MAX_BIAS:
                 raise ApiError(
                     "logit_bias maps token numbers to numbers from "
-                    f"{-MAX_BIAS:g} to {MAX_BIAS:g}, got {token!r}: {bias!r}",
+                    f"{-MAX_BIAS:g} to {MAX_BIAS:g}, got {token[:80]!r}: {bias!r}",
                     param="logit_bias",
                 )
             biases.append((int(token), float(bias)))
