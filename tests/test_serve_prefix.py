@@ -137,4 +137,7 @@ def test_the_cache_finds_the_longest_prefix_and_keeps_to_its_memory() -> None:
     assert len(cache) == 3
     cache.put(text(1, size=301))
     assert len(cache) == 3
+    # A text that is too large takes the place of none.
+    cache.put(text(*common, 50, 51, 52, size=301))
+    assert cache.find([*common, 50, 51, 52]) == (continued, MIN_SHARED + 2)
     assert cache.num_bytes == 300

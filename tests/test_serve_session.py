@@ -176,9 +176,7 @@ def test_a_resumed_row_keeps_its_settings(settings: dict[str, Any]) -> None:
         # The settings of the row alone, or of its whole session.
         session_settings = {} if row_settings else settings
         session = Session(target, drafter, max_length=60, rule="ExactMatch", **session_settings)
-        row = session.add(
-            text, max_new_tokens=9, index=0, num_top_logprobs=2, **row_settings
-        )
+        row = session.add(text, max_new_tokens=9, index=0, num_top_logprobs=2, **row_settings)
         while row.live:
             session.step()
         resumed = session.resume(row, [*row.text, 2], max_new_tokens=20)

@@ -46,13 +46,12 @@ class PrefixCache:
 
     def put(self, text: SavedText) -> None:
         """Keep a text. Texts that it begins with are dropped, since it serves in their place."""
-        for other in list(self._texts):
-            if text.tokens[: len(other.tokens)] == other.tokens:
-                self._drop(other)
-
         size = state_bytes(text.target_copy, text.draft_copy)
         if size > self.capacity:
             return
+        for other in list(self._texts):
+            if text.tokens[: len(other.tokens)] == other.tokens:
+                self._drop(other)
         while self.num_bytes + size > self.capacity:
             self._drop(next(iter(self._texts)))
         self._texts[text] = size
