@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cli_fixtures import call, refused, succeed
+from test_adapters import write_adapter
 from tiny_models import write_drafts, write_text_model
 
 from lightning_specdec import SpeculativeDecoder
@@ -143,6 +144,19 @@ def test_the_fastest_is_saved_as_a_pair_that_decodes_by_its_name(
     succeed("sweep", "--ckpt", RNN, *BRIEF, "--save", "recurrent")
     decoder = SpeculativeDecoder.from_pair("recurrent")
     assert decoder.prompts
+
+
+def test_models_with_adapters_are_compared(home: Path) -> None:
+    write_text_model(home / "draft", seed=2)
+    write_adapter("tuned", "target")
+    write_adapter("tuned_draft", "draft")
+    document = succeed(
+        *("sweep", "--target", "target", "--adapter", "tuned", "--prompt", "the cat"),
+        *("--draft", "draft", "--draft_adapter", "tuned_draft", *BRIEF, "--output", "json"),
+    ).json
+    assert not document["failed"]
+    drafts = {row["draft"] for row in document["rows"]}
+    assert drafts == {LOOKUP, "draft", f"{LOOKUP}, then draft"}
 
 
 def test_other_tokens_and_failures_are_shown_and_make_the_exit_code_1(

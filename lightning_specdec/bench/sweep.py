@@ -20,7 +20,7 @@ from lightning_specdec.bench.race import Entrant, MeasuredRace
 from lightning_specdec.bench.records import SPECULATIVE, STANDARD, Comparison
 from lightning_specdec.bench.tournament import FEWEST_TURNS, Tournament
 from lightning_specdec.bench.verdict import Verdict, judge, level_among
-from lightning_specdec.bench.ways import LOOKUP, LOOKUP_NAME, Drafting, Engine, Way
+from lightning_specdec.bench.ways import LOOKUP, LOOKUP_NAME, NO_DRAFT, Drafting, Engine, Way
 from lightning_specdec.checkpoints import load_pair
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.decoding import DecodingConfig
@@ -47,13 +47,7 @@ MOST_FINALISTS = 2
 """Drafts that the final compares."""
 LOOKUP_WINDOW = 4
 """Draft tokens of the lookup by which engines are compared."""
-_TARGET_ALONE = {
-    "draft": None,
-    "drafter": LOOKUP,
-    "draft_dtype": None,
-    "draft_quantization": None,
-    "draft_revision": None,
-}
+_TARGET_ALONE = {"drafter": LOOKUP, **NO_DRAFT}
 """Fields of a source that loads a target and no draft."""
 
 
@@ -205,7 +199,7 @@ class Sweep:
         """
         if len(self.engines) == 1:
             return self.engines
-        lookup = Drafting(LOOKUP_NAME, {"drafter": LOOKUP, "draft": None})
+        lookup = Drafting(LOOKUP_NAME, _TARGET_ALONE)
         entrants_by_engine: dict[Engine, list[Entrant]] = {}
         seconds = self.seconds_left
         for engine in self.engines:
