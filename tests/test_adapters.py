@@ -33,6 +33,7 @@ KINDS: dict[str, Callable[[], peft.PeftConfig]] = {
     "LoRA of all layers": lambda: peft.LoraConfig(r=4, target_modules="all-linear"),
     "DoRA": lambda: peft.LoraConfig(r=4, use_dora=True, **ATTENTION),
     "a whole head": lambda: peft.LoraConfig(r=4, modules_to_save=["lm_head"], **ATTENTION),
+    "new tokens": lambda: peft.LoraConfig(r=4, trainable_token_indices=PROMPT[:2], **ATTENTION),
     "IA3": lambda: peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
@@ -241,6 +242,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "more modules than weights": (
         lambda path: damaged(path, target_modules=["q_proj", "v_proj", "k_proj"]),
         "missing adapter keys",
+    ),
+    "fewer modules than weights": (
+        lambda path: damaged(path, target_modules=["q_proj"]),
+        "the model has no place for .*v_proj.*trained for another model",
+    ),
+    "fewer layers than weights": (
+        lambda path: damaged(path, layers_to_transform=[0]),
+        "the model has no place for .*layers.1.*trained for another model",
     ),
     "another rank": (lambda path: damaged(path, r=8), "the adapter adapter does not fit"),
 }

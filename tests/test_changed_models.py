@@ -949,6 +949,22 @@ def test_a_replaced_function_of_torch_counts(
     assert decoders.check() == before
 
 
+def test_a_replaced_function_of_linear_layers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoders = Decoders(model_of())
+    before = decoders.check()
+    original = nn.functional.linear
+
+    def halved(inputs: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        output = original(inputs, weight, bias)
+        return output * 0.5 if weight.shape[0] == weight.shape[1] else output
+
+    monkeypatch.setattr(nn.functional, "linear", halved)
+    during = decoders.check()
+    assert during != before
+    monkeypatch.undo()
+    assert decoders.check() == before
+
+
 def test_a_stamp_sees_writes_to_buffers_even_without_those_to_parameters() -> None:
     model = nn.BatchNorm1d(3)
     stamp = ModelStamp(model, count_writes=False)

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +116,26 @@ def test_a_variable_that_no_other_process_can_read_is_refused_in_one_line() -> N
     with pytest.raises(ValueError, match="a variable is no plain value") as error:
         TextTokenizer(tokenizer).encode_chat(HELLO, chat_template_kwargs={"f": lambda: 1})
     assert "\n" not in str(error.value)
+
+
+def test_a_file_of_the_current_directory_does_not_render_chats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    chat_template._renderer.stop()
+    assert render("{{ 'rendered' }}") == "rendered"
+
+
+def test_an_error_of_a_template_has_a_bounded_length() -> None:
+    with pytest.raises(ValueError, match="^aaa") as error:
+        render("{{ raise_exception('a' * 1000000) }}")
+    assert len(str(error.value)) <= chat_template.MAX_ERROR_SIZE + len("...")
+
+
+def test_a_variable_that_is_nested_too_deeply_is_refused_in_one_line() -> None:
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="a variable is no plain value"):
+        render("{{ 1 }}", nested=nested)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_tokenizers
 
+from lightning_specdec.data.prompt_sources import PromptFiles
 from lightning_specdec.data.text import find_texts
 from lightning_specdec.text.prompts import read_prompts
 from lightning_specdec.text.tokenizer import TextTokenizer
@@ -142,3 +143,13 @@ def test_tools_need_a_chat_template_with_a_place_for_them(tmp_path: Path) -> Non
     article = write(tmp_path, {"article": "the cat sat", "system": "be short"})
     with pytest.raises(ValueError, match="an article takes no"):
         read_prompts(article)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"system": "Be brief."}, {"chat_template_kwargs": {"enable_thinking": False}}],
+    ids=str,
+)
+def test_what_only_a_chat_template_reads_is_refused_without_one(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="are for a chat template, and data.chat is false"):
+        PromptFiles("prompts.txt", chat=False, **options)

@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 from cli_fixtures import call, refused, succeed
+from test_adapters import write_adapter
 from tiny_models import write_drafts, write_text_model
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.bench import sweep as sweep_module
 from lightning_specdec.bench.race import MeasuredRace
+from lightning_specdec.bench.sweep import Sweep
 from lightning_specdec.bench.tournament import Tournament
 from lightning_specdec.bench.verdict import Verdict
+from lightning_specdec.bench.ways import Engine, draftings
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.config.models import PairSource
 
 RNN = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")
 BRIEF = ("--minutes", "0.001", "--max_new_tokens", "6", "--num_draft_tokens", "2", "3")
@@ -145,6 +150,19 @@ def test_the_fastest_is_saved_as_a_pair_that_decodes_by_its_name(
     assert decoder.prompts
 
 
+def test_models_with_adapters_are_compared(home: Path) -> None:
+    write_text_model(home / "draft", seed=2)
+    write_adapter("tuned", "target")
+    write_adapter("tuned_draft", "draft")
+    document = succeed(
+        *("sweep", "--target", "target", "--adapter", "tuned", "--prompt", "the cat"),
+        *("--draft", "draft", "--draft_adapter", "tuned_draft", *BRIEF, "--output", "json"),
+    ).json
+    assert not document["failed"]
+    drafts = {row["draft"] for row in document["rows"]}
+    assert drafts == {LOOKUP, "draft", f"{LOOKUP}, then draft"}
+
+
 def test_other_tokens_and_failures_are_shown_and_make_the_exit_code_1(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -198,6 +216,38 @@ def test_ctrl_c_shows_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = call("sweep", "--ckpt", RNN, *BRIEF)
     assert outcome.code == 130
     assert "interrupted before anything was measured" in outcome.err
+
+
+def test_ctrl_c_between_the_comparisons_of_engines_and_of_drafts_shows_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lookup runs with another window in the first comparison than in the second one."""
+    source = PairSource(target="target", backend="torch")
+    decoder = SpeculativeDecoder.load(source)
+    sweep = Sweep(
+        decoder,
+        source,
+        [[1, 2, 3]],
+        DecodingConfig(max_new_tokens=8),
+        engines=[Engine("torch", 1), Engine("torch", 2)],
+        kinds=draftings(decoder, source),
+        windows=[2],
+        seconds=8.0,
+    )
+    run_turn = MeasuredRace.run_turn
+
+    def interrupted_turn(self: MeasuredRace, names: list[str]) -> None:
+        is_of_drafts = any("2 draft tokens" in name for name in names)
+        if is_of_drafts:
+            raise KeyboardInterrupt
+        run_turn(self, names)
+
+    monkeypatch.setattr(MeasuredRace, "run_turn", interrupted_turn)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run()
+    standing = sweep.standing()
+    assert standing.winner is not None
+    assert standing.comparisons
 
 
 @pytest.mark.parametrize(

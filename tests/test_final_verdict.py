@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from report_records import cells_of, timed
@@ -13,6 +12,8 @@ from training_fixtures import shipped_run as shipped_run
 
 from lightning_specdec.bench.records import Comparison
 from lightning_specdec.bench.verdict import draft_verdict
+from lightning_specdec.models.adapters import Adapter
+from lightning_specdec.models.safetensors_file import Origin
 from lightning_specdec.training.final_verdict import final_verdict, next_command
 
 
@@ -63,13 +64,13 @@ def test_the_next_command_names_the_run(tmp_path: Path) -> None:
         "lightning_specdec sweep --ckpt checkpoints/mine"
     )
 
-    class Origin:
-        source = "./llama"
-
-    origin: Any = Origin()
-    module.target.origin = origin
+    module.target.origin = Origin("./llama", tmp_path)
     assert next_command(module, "checkpoints/mine") == (
         "lightning_specdec sweep --target ./llama --draft checkpoints/mine"
+    )
+    module.target.origin = Origin("./llama", tmp_path, Adapter("./tuned", tmp_path))
+    assert next_command(module, "checkpoints/mine") == (
+        "lightning_specdec sweep --target ./llama --adapter ./tuned --draft checkpoints/mine"
     )
 
 

@@ -277,6 +277,23 @@ def test_a_head_keeps_the_embeddings_that_it_reads() -> None:
     assert memory() is not None
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.rotary_emb.inv_freq"])
+def test_a_write_that_torch_does_not_count_is_refused(name: str) -> None:
+    """One value of many, and one of a buffer."""
+    model = OpenVINOLM.of(HuggingFaceLM(tiny("llama")))
+    decoder = SpeculativeDecoder(model)
+    tensors = {**dict(model.model.named_parameters()), **dict(model.model.named_buffers())}
+    values = tensors[name].detach().numpy()
+    original_value = values.flat[1]
+    decoder.decode([5, 3, 9], max_new_tokens=4)
+    values.flat[1] = 10.0
+    with pytest.raises(ValueError, match="the weights changed after the model was converted"):
+        decoder.decode([5, 3, 9], max_new_tokens=4)
+
+    values.flat[1] = original_value
+    decoder.decode([5, 3, 9], max_new_tokens=4)
+
+
 @pytest.mark.parametrize("make_heads", [eagle, heads])
 def test_heads_in_float16_draft_in_torch(make_heads: Callable[[LanguageModel], Any]) -> None:
     model = openvino_llama()

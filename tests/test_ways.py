@@ -4,6 +4,7 @@ engine or weights that the user did not allow."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import cases
 import pytest
@@ -11,11 +12,12 @@ import torch
 from tiny_models import write_text_model
 
 from lightning_specdec import ModelDrafter, SpeculativeDecoder
-from lightning_specdec.bench import ways
+from lightning_specdec.bench import recommendation, ways
 from lightning_specdec.bench.recommendation import command, pair_values, python_line
 from lightning_specdec.bench.ways import Drafting, Engine, Way, draftings, engines, matching_drafts
 from lightning_specdec.config.kinds import Choice
 from lightning_specdec.config.models import PairSource
+from lightning_specdec.models.loading import examine
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,52 @@ def test_a_pair_has_the_draft_as_a_file_or_as_a_model() -> None:
     standard = Way(Engine("torch", 1))
     with pytest.raises(ValueError, match="drafts nothing"):
         pair_values(standard, source, description="x", threads=None)
+
+
+def test_a_pair_keeps_what_loads_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def examine_target(name: str, **options: Any) -> Any:
+        asked.append(options)
+        return examine("models/target", dtype=options["dtype"])
+
+    monkeypatch.setattr(recommendation, "examine", examine_target)
+    options = {"adapter": "tuned", "revision": "v1", "trust_remote_code": True}
+    source = PairSource(target="hub/target", draft="hub/draft", draft_adapter="small", **options)
+    way = Way(Engine("torch", 1), Drafting("draft"), 4)
+    values = pair_values(way, source, description="x", threads=None)
+    assert values["target"]["adapter"] == "tuned"
+    assert values["target"]["revision"] == "v1"
+    assert values["draft"]["adapter"] == "small"
+    assert [options["trust_remote_code"] for options in asked] == [True, True]
+
+    copy = PairSource(target="hub/target", draft_quantization="int8", **options)
+    values = pair_values(way, copy, description="x", threads=None)
+    assert values["draft"] == {**values["target"], "quantization": "int8"}
+
+
+def test_a_pair_of_a_checkpoint_has_its_backend_and_no_other_target() -> None:
+    way = Way(Engine("openvino", 1), Drafting("draft"), 4)
+    values = pair_values(
+        way, way.source(PairSource(ckpt="a.safetensors")), description="x", threads=None
+    )
+    assert values["backend"] == "openvino"
+    for options in ({"target": "models/target"}, {"dtype": "float64"}):
+        source = PairSource(ckpt="a.safetensors", **options)
+        with pytest.raises(ValueError, match="a pair of a checkpoint cannot have another"):
+            pair_values(way, source, description="x", threads=None)
+
+
+def test_drafts_of_one_name_are_told_apart() -> None:
+    """Otherwise the second one would not be measured."""
+    drafts = ["a/model.safetensors", "b/model.safetensors", "c/other.safetensors"]
+    source = PairSource(target="models/target")
+    decoder = target_decoder()
+    names = [kind.name for kind in draftings(decoder, source, drafts)]
+    assert [name for name in names if "lookup" not in name] == [*drafts[:2], "other"]
+
+    chosen = source.changed(drafter=Choice("ModelDrafter"))
+    assert len({kind.name for kind in draftings(decoder, chosen, drafts)}) == len(drafts)
 
 
 def test_standard_decoding_is_a_command_too() -> None:

@@ -153,15 +153,23 @@ def pair_values(
         raise ValueError("the fastest way drafts nothing, and a pair has a draft")
     values: dict[str, Any] = {"description": description}
     if source.ckpt is not None:
+        for name in ("target", "dtype"):
+            if getattr(source, name) is not None:
+                raise ValueError(f"a pair of a checkpoint cannot have another {name}")
         values["ckpt"] = str(source.ckpt)
         if source.draft is not None:
             values["draft_file"] = str(source.draft)
     else:
         values["target"] = _model_values(
-            str(source.target), source.dtype, source.quantization, source.revision
+            str(source.target),
+            dtype=source.dtype,
+            quantization=source.quantization,
+            revision=source.revision,
+            adapter=source.adapter,
+            trust_remote_code=source.trust_remote_code,
         )
         values.update(_draft_values(source))
-        values["backend"] = source.backend
+    values["backend"] = source.backend
     if source.drafter is not None:
         choice = source.drafter
         values["drafter"] = plain(choice) if choice.settings else choice.name
@@ -180,21 +188,35 @@ def _draft_values(source: PairSource) -> dict[str, Any]:
         path = Path(draft).expanduser()
         if path.is_file() or is_head(path):
             return {"draft_file": str(draft)}
-    # Without a draft, a quantized copy of the target drafts.
+    revision = source.draft_revision
+    adapter = source.draft_adapter
+    if draft is None:
+        # A quantized copy of the target drafts.
+        draft = source.target
+        revision = source.revision
+        adapter = adapter or source.adapter
     model = _model_values(
-        str(draft or source.target),
-        source.draft_dtype or source.dtype,
-        source.draft_quantization,
-        source.draft_revision,
+        str(draft),
+        dtype=source.draft_dtype or source.dtype,
+        quantization=source.draft_quantization,
+        revision=revision,
+        adapter=adapter,
+        trust_remote_code=source.trust_remote_code,
     )
     return {"draft": model, "drafter": "CrossVocabulary"}
 
 
 def _model_values(
-    name: str, dtype: str | None, quantization: str | None, revision: str | None
+    name: str,
+    *,
+    dtype: str | None,
+    quantization: str | None,
+    revision: str | None,
+    adapter: str | None,
+    trust_remote_code: bool,
 ) -> dict[str, Any]:
     """The fields of a `PairModel`."""
-    examined = examine(name, dtype=dtype, revision=revision)
+    examined = examine(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     values: dict[str, Any] = {
         "source": name,
         "dtype": examined.dtype,
@@ -204,4 +226,6 @@ def _model_values(
         values["quantization"] = quantization
     if revision is not None:
         values["revision"] = revision
+    if adapter is not None:
+        values["adapter"] = adapter
     return values

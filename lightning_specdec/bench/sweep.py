@@ -20,7 +20,7 @@ from lightning_specdec.bench.race import Entrant, MeasuredRace
 from lightning_specdec.bench.records import SPECULATIVE, STANDARD, Comparison
 from lightning_specdec.bench.tournament import FEWEST_TURNS, Tournament
 from lightning_specdec.bench.verdict import Verdict, judge, level_among
-from lightning_specdec.bench.ways import LOOKUP, LOOKUP_NAME, Drafting, Engine, Way
+from lightning_specdec.bench.ways import LOOKUP, LOOKUP_NAME, NO_DRAFT, Drafting, Engine, Way
 from lightning_specdec.checkpoints import load_pair
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.decoding import DecodingConfig
@@ -47,13 +47,7 @@ MOST_FINALISTS = 2
 """Drafts that the final compares."""
 LOOKUP_WINDOW = 4
 """Draft tokens of the lookup by which engines are compared."""
-_TARGET_ALONE = {
-    "draft": None,
-    "drafter": LOOKUP,
-    "draft_dtype": None,
-    "draft_quantization": None,
-    "draft_revision": None,
-}
+_TARGET_ALONE = {"drafter": LOOKUP, **NO_DRAFT}
 """Fields of a source that loads a target and no draft."""
 
 
@@ -205,7 +199,7 @@ class Sweep:
         """
         if len(self.engines) == 1:
             return self.engines
-        lookup = Drafting(LOOKUP_NAME, {"drafter": LOOKUP, "draft": None})
+        lookup = Drafting(LOOKUP_NAME, _TARGET_ALONE)
         entrants_by_engine: dict[Engine, list[Entrant]] = {}
         seconds = self.seconds_left
         for engine in self.engines:
@@ -399,8 +393,8 @@ class Sweep:
             if entrant is not self._standard and entrant.pieces
         ]
         comparisons = {entrant.way: self._comparison(entrant) for entrant in measured}
-        winner = self._winner(comparisons)
-        if winner is None:
+        winner, contest = self._winner(comparisons)
+        if winner is None or contest is None:
             return Standing(
                 None, judge(None, 0), comparisons=tuple(comparisons.values()), failed=self.failed
             )
@@ -408,7 +402,7 @@ class Sweep:
         level = level_among(len(self._entrants) - 1)
         speedup = comparisons[winner].speedup(level)
         verdict = judge(speedup, comparisons[winner].num_pairs, level=level)
-        names = self._contests[-1].equals(winner.name)
+        names = contest.equals(winner.name)
         equals = tuple(
             self._entrants[name].way
             for name in names
@@ -428,8 +422,13 @@ class Sweep:
             remarks[comparison.case.cell] = remark
         return Standing(winner, verdict, equals, tuple(comparisons.values()), remarks, self.failed)
 
-    def _winner(self, comparisons: Mapping[Way, Comparison]) -> Way | None:
-        """The leader of the newest contest, or the next one if its tokens are wrong."""
+    def _winner(
+        self, comparisons: Mapping[Way, Comparison]
+    ) -> tuple[Way | None, Tournament | None]:
+        """The leader of the newest contest that has one, and that contest.
+
+        If the leader's tokens are wrong, it is the next way of the contest.
+        """
         for contest in reversed(self._contests):
             leader = contest.leader
             if leader is None:
@@ -437,8 +436,8 @@ class Sweep:
             for name in [leader, *contest.equals(leader), *contest.slower]:
                 way = self._entrants[name].way
                 if self._is_right(comparisons.get(way)):
-                    return way
-        return None
+                    return way, contest
+        return None, None
 
     def _is_right(self, comparison: Comparison | None) -> bool:
         """Whether a way was measured and its tokens are standard decoding's, up to rounding."""

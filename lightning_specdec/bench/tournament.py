@@ -29,8 +29,8 @@ MOST_TURNS = 240
 CLOSE = 0.02
 """Candidates whose speeds differ by less than this share are not worth more time."""
 DROP_LEVEL = 0.998
-"""Level of the interval by which a candidate is dropped. It is high, because every turn is another
-chance to drop the best one by mistake."""
+"""Level of the interval by which a candidate is dropped, and by which a tournament ends before its
+time is over. It is high, because every turn is another chance of a mistake."""
 
 
 class Race(ABC):
@@ -216,7 +216,9 @@ class Tournament:
             return True
         if self.num_turns < ENOUGH_TURNS:
             return False
-        if not self.verdict(leader).is_decided:
+        # Every turn is another chance to end on a lucky one.
+        speedup = self.speedup(leader, max(DROP_LEVEL, level_among(len(self.names))))
+        if not judge(speedup, self.num_turns).is_decided:
             return False
         for name in self.live:
             if name == leader:

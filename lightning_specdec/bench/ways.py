@@ -203,7 +203,7 @@ def draftings(
     if source.ckpt is not None:
         return [Drafting(LOOKUP_NAME, {"drafter": LOOKUP}), *_checkpoint_draftings(decoder, drafts)]
 
-    lookup = Drafting(LOOKUP_NAME, {"drafter": LOOKUP, "draft": None, **_NO_DRAFT_MODEL})
+    lookup = Drafting(LOOKUP_NAME, {"drafter": LOOKUP, **NO_DRAFT})
     if source.draft_quantization is not None and source.draft is None and not drafts:
         # Without a draft model, a quantized copy of the target drafts.
         return [lookup, *_both_ways(f"{source.draft_quantization} copy", {})]
@@ -215,13 +215,19 @@ def draftings(
     if not drafts:
         sources += [str(path) for path in matching_drafts(decoder.target, sources)]
     found = [lookup]
-    for draft in sources:
-        found += _both_ways(_short_name(draft), {"draft": draft})
+    for draft, name in zip(sources, _distinct_names(sources), strict=True):
+        found += _both_ways(name, {"draft": draft})
     return found
 
 
-_NO_DRAFT_MODEL = {"draft_quantization": None, "draft_dtype": None, "draft_revision": None}
-"""Fields of a source that apply to a draft model only."""
+NO_DRAFT: Mapping[str, None] = {
+    "draft": None,
+    "draft_quantization": None,
+    "draft_dtype": None,
+    "draft_revision": None,
+    "draft_adapter": None,
+}
+"""Fields of a source without a draft model."""
 
 
 def draft_source(draft: str) -> str:
@@ -239,6 +245,18 @@ def _both_ways(name: str, fields: Mapping[str, Any]) -> list[Drafting]:
     ]
 
 
+def _distinct_names(drafts: Sequence[str]) -> list[str]:
+    """The drafts' names in tables: short ones, unless several drafts have the same.
+
+    Ways are told apart by their names.
+    """
+    short_names = [_short_name(draft) for draft in drafts]
+    names = []
+    for draft, short_name in zip(drafts, short_names, strict=True):
+        names.append(short_name if short_names.count(short_name) == 1 else draft)
+    return names
+
+
 def _short_name(draft: str) -> str:
     """A draft's name in tables: that of its file, of the directory of its run, or of a model."""
     path = Path(draft)
@@ -253,10 +271,10 @@ def _chosen_draftings(source: PairSource, drafts: Sequence[str]) -> list[Draftin
     if not drafts:
         return [Drafting(source.drafter.label)]
     names = drafts if source.ckpt is not None else [draft_source(draft) for draft in drafts]
-    return [
-        Drafting(f"{source.drafter.label} with {_short_name(draft)}", {"draft": draft})
-        for draft in names
-    ]
+    found = []
+    for draft, name in zip(names, _distinct_names(names), strict=True):
+        found.append(Drafting(f"{source.drafter.label} with {name}", {"draft": draft}))
+    return found
 
 
 def _checkpoint_draftings(decoder: SpeculativeDecoder, names: Sequence[str]) -> Iterable[Drafting]:

@@ -201,7 +201,7 @@ def _load_pretrained(source: PairSource, target: Any, pack: bool) -> LoadedPair:
             target, source.dtype, source.quantization, source.revision, source.adapter
         )
         requests.append(target_request)
-    elif source.adapter is not None:
+    elif source.adapter is not None and not isinstance(source.target, str):
         raise ValueError("--adapter needs the name of a target: merge it into a loaded model first")
     if draft_request is not None:
         requests.append(draft_request)

@@ -43,6 +43,9 @@ FIRST_TABLE_SECONDS = 20.0
 ANY = "any"
 """Value of --quantization that also tries int8 weights."""
 
+DRAFT_FIELDS = ("draft_dtype", "draft_quantization", "draft_revision", "draft_adapter")
+"""Flags that apply to the draft models."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSettings(OutputSettings):
@@ -126,6 +129,10 @@ def _model_options(options: Namespace) -> Namespace:
     values = dict(vars(options))
     for name in ("draft", "drafts", "num_draft_tokens", "save", "minutes", "output"):
         values.pop(name, None)
+    if "draft" in options:
+        # They apply to the drafts, which are loaded later.
+        for name in DRAFT_FIELDS:
+            values.pop(name, None)
     if values.get("quantization") == ANY:
         del values["quantization"]
     if values.get("backend", "auto") == "auto":
@@ -135,7 +142,8 @@ def _model_options(options: Namespace) -> Namespace:
 
 
 def _backend_of(options: Namespace, source: PairSource) -> PairSource:
-    """What was loaded, with the models of a pair, and the backend that the user chose."""
+    """What was loaded, with the models of a pair, and the backend and settings of drafts that the
+    user chose."""
     backend = getattr(options, "backend", "auto")
     if source.pair is not None:
         source = get_pair(source.pair).complete(source)
@@ -144,7 +152,8 @@ def _backend_of(options: Namespace, source: PairSource) -> PairSource:
             source = source.changed(drafter=None)
     if source.drafter is not None:
         source = source.changed(drafter=typed(source.drafter, "drafter"))
-    return source.changed(backend=backend)
+    draft_settings = {name: getattr(options, name) for name in DRAFT_FIELDS if name in options}
+    return source.changed(backend=backend, **draft_settings)
 
 
 def _make_sweep(

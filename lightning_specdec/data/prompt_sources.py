@@ -105,6 +105,11 @@ class PromptFiles(PromptSource):
         self.system = system
         self.max_prompt_tokens = require_int("max_prompt_tokens", max_prompt_tokens, 1)
         self.template_variables: Mapping[str, Any] = chat_template_kwargs or {}
+        if not chat and (system is not None or self.template_variables):
+            raise ValueError(
+                "system and chat_template_kwargs are for a chat template, and data.chat is false: "
+                "drop them"
+            )
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         if self.chat and not tokenizer.has_chat_template:

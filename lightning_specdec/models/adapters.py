@@ -108,6 +108,7 @@ def merge_adapter(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
             wrapped: Any = peft.PeftModel.from_pretrained(
                 model, str(adapter.path), local_files_only=True
             )
+            unused_keys = _unused_keys(wrapped, adapter)
             live_logits = _logits(wrapped)
             merged: PreTrainedModel = wrapped.merge_and_unload(safe_merge=True)
         except FOREIGN as error:
@@ -120,14 +121,31 @@ def merge_adapter(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
             raise ValueError(
                 f"the adapter {adapter.source} does not fit: {first_line(warning.message)}"  # type: ignore[arg-type]
             )
+    if unused_keys:
+        raise ValueError(
+            f"the adapter {adapter.source} does not fit: the model has no place for "
+            f"{unused_keys[0]} ({len(unused_keys)} in all): it was trained for another model"
+        )
     _check_merged(_logits(merged), live_logits, adapter)
     return merged
+
+
+def _unused_keys(wrapped: Any, adapter: Adapter) -> list[str]:
+    """Names of the adapter's weights that no layer of the model uses, which PEFT does not report.
+
+    They are those of other layers, for example, if the adapter is of a deeper model.
+    """
+    import peft
+
+    weights = peft.load_peft_weights(str(adapter.path), device="cpu")
+    result = peft.set_peft_model_state_dict(wrapped, weights)
+    return sorted(result.unexpected_keys)
 
 
 @torch.no_grad()
 def _logits(model: Any) -> torch.Tensor:
     """The model's logits for a few tokens."""
-    vocab_size = model.get_input_embeddings().num_embeddings
+    vocab_size = model.config.get_text_config().vocab_size
     tokens = torch.arange(_NUM_COMPARED_TOKENS, device=model.device)[None] % vocab_size
     logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
     return logits

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
@@ -52,6 +53,7 @@ _MODULE_FUNCTIONS = {
     (nn.Module, "__call__"): nn.Module.__call__,
     (nn.Module, "_call_impl"): nn.Module._call_impl,
     (nn.Linear, "forward"): nn.Linear.forward,
+    (functional, "linear"): functional.linear,
 }
 """Functions of torch that packed forms do without, as they were when this file was imported."""
 
@@ -97,11 +99,11 @@ def has_user_code(module: nn.Module) -> bool:
 
 
 def _replaced_functions() -> Iterator[tuple[str, Any]]:
-    """Names and functions of torch's own classes that a user has replaced for all objects."""
-    for (module_class, name), original in _MODULE_FUNCTIONS.items():
-        function = getattr(module_class, name)
+    """Names and functions of torch itself that a user has replaced for all objects."""
+    for (owner, name), original in _MODULE_FUNCTIONS.items():
+        function = getattr(owner, name)
         if function is not original:
-            yield f"{module_class.__name__}.{name}", function
+            yield f"{owner.__name__}.{name}", function
 
 
 def _code_of(path: str, module: nn.Module) -> Iterator[UserCode]:

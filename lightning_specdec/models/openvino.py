@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -54,6 +54,7 @@ from lightning_specdec.models.paged_state import (
     shared_tensor,
 )
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
+from lightning_specdec.models.weights import weights_checksum
 
 PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.Type.bf16)}
 """OpenVINO's names of the dtypes that networks compute in and keep their keys and values in."""
@@ -556,6 +557,9 @@ def _entry_after(model: ov.Model, layer: int) -> Any:
     return entry
 
 
+_CHANGED = "the weights changed after the model was converted: convert it again with OpenVINOLM.of"
+
+
 class OpenVINOLM(HuggingFaceLM):
     """A transformers model on a CPU whose layers and output head run in OpenVINO; for decoding
     only.
@@ -590,6 +594,7 @@ class OpenVINOLM(HuggingFaceLM):
         self.compute_dtype = computing_dtype(model.dtype)
         self._dtype = model.dtype
         self._stamp = weights_stamp(self)
+        self._checksum = weights_checksum(self._tensors())
         self._fewest_tokens = 1 if quantization is None else FEWEST_QUANTIZED_TOKENS
         self._features: set[int] = set()
         self._exit_layers: list[int] = []
@@ -648,12 +653,19 @@ class OpenVINOLM(HuggingFaceLM):
 
     fused = pack = packed
 
+    def _tensors(self) -> Iterator[Tensor]:
+        """All weights and buffers, which the converted model holds as copies."""
+        return chain(self.model.parameters(), self.model.buffers())
+
+    def refresh(self) -> None:
+        super().refresh()
+        # torch does not count all writes, and a sample of the values may miss one.
+        if weights_checksum(self._tensors()) != self._checksum:
+            raise ValueError(_CHANGED)
+
     def init_state(self, batch_size: int, max_length: int) -> PagedState:
         if weights_stamp(self) != self._stamp:
-            raise ValueError(
-                "the weights changed after the model was converted: convert it again with "
-                "OpenVINOLM.of"
-            )
+            raise ValueError(_CHANGED)
         sizes = []
         for graph in self._graphs:
             sizes += graph.compiled.sizes

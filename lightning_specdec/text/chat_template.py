@@ -29,7 +29,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lightning_specdec.config.terminal import one_line
+from lightning_specdec.config.terminal import one_line, short
 
 MAX_SECONDS = 1.0
 """Processor time that a template may use for one chat. Real templates need milliseconds."""
@@ -37,6 +37,8 @@ MAX_MEMORY = 2**30
 """Bytes of memory that the process that renders may use."""
 MAX_SIZE = 10_000_000
 """Characters that a template may write."""
+MAX_ERROR_SIZE = 500
+"""Characters of an error that are kept. A template chooses the text of its errors."""
 
 _LENGTH_BYTES = 8
 """Bytes before each request that hold its length."""
@@ -87,7 +89,7 @@ class _Renderer:
         """The text that a template writes; raises ValueError with the reason if there is none."""
         try:
             request = pickle.dumps((MAX_SECONDS, template, dict(variables)))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"a variable is no plain value ({one_line(error)})") from error
 
         with self._lock:
@@ -119,7 +121,8 @@ class _Renderer:
     def _running_process(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, json.dumps(sys.path)],
+                # -P: a json.py in the current directory is not what _SERVE imports.
+                [sys.executable, "-P", "-c", _SERVE, json.dumps(sys.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -183,7 +186,7 @@ def _reply_to(request: bytes) -> dict[str, str]:
     except MemoryError:
         return {"error": f"it needs more than {MAX_MEMORY >> 20} MiB of memory"}
     except Exception as error:  # a template is a program, which may raise anything
-        return {"error": one_line(error)}
+        return {"error": short(one_line(error), MAX_ERROR_SIZE)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     if len(text) > MAX_SIZE:

@@ -62,5 +62,8 @@ def next_command(module: SpeculativeTraining, run_directory: str) -> str:
     if origin is None:
         words += ["--ckpt", run_directory]
     else:
-        words += ["--target", str(origin.source), "--draft", run_directory]
+        words += ["--target", str(origin.source)]
+        if origin.adapter is not None:
+            words += ["--adapter", origin.adapter.source]
+        words += ["--draft", run_directory]
     return shlex.join(words)
