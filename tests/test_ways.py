@@ -155,7 +155,7 @@ def test_a_pair_keeps_what_loads_its_models(monkeypatch: pytest.MonkeyPatch) -> 
         return examine("models/target", dtype=options["dtype"])
 
     monkeypatch.setattr(recommendation, "examine", examine_target)
-    options = {"adapter": "tuned", "revision": "v1", "trust_remote_code": True}
+    options: dict[str, Any] = {"adapter": "tuned", "revision": "v1", "trust_remote_code": True}
     source = PairSource(target="hub/target", draft="hub/draft", draft_adapter="small", **options)
     way = Way(Engine("torch", 1), Drafting("draft"), 4)
     values = pair_values(way, source, description="x", threads=None)
@@ -175,8 +175,9 @@ def test_a_pair_of_a_checkpoint_has_its_backend_and_no_other_target() -> None:
         way, way.source(PairSource(ckpt="a.safetensors")), description="x", threads=None
     )
     assert values["backend"] == "openvino"
-    for options in ({"target": "models/target"}, {"dtype": "float64"}):
-        source = PairSource(ckpt="a.safetensors", **options)
+    checkpoint = PairSource(ckpt="a.safetensors")
+    for changes in ({"target": "models/target"}, {"dtype": "float64"}):
+        source = checkpoint.changed(**changes)
         with pytest.raises(ValueError, match="a pair of a checkpoint cannot have another"):
             pair_values(way, source, description="x", threads=None)
 

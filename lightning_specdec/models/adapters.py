@@ -138,7 +138,7 @@ def _unused_keys(wrapped: Any, adapter: Adapter) -> list[str]:
     import peft
 
     weights = peft.load_peft_weights(str(adapter.path), device="cpu")
-    result = peft.set_peft_model_state_dict(wrapped, weights)
+    result: Any = peft.set_peft_model_state_dict(wrapped, weights)
     return sorted(result.unexpected_keys)
 
 

@@ -49,7 +49,7 @@ _MAX_DEPTH = 8
 """Of values within values that are looked at."""
 _MAX_ITEMS = 1000
 """Of a mapping or sequence that are looked at. A longer one is data, and not a setting."""
-_MODULE_FUNCTIONS = {
+_MODULE_FUNCTIONS: dict[tuple[Any, str], Any] = {
     (nn.Module, "__call__"): nn.Module.__call__,
     (nn.Module, "_call_impl"): nn.Module._call_impl,
     (nn.Linear, "forward"): nn.Linear.forward,

@@ -659,8 +659,8 @@ class OpenVINOLM(HuggingFaceLM):
 
     def refresh(self) -> None:
         super().refresh()
-        # torch does not count all writes, and a sample of the values may miss one. Nobody else holds
-        # a model that was loaded by name, so its calls need not read all weights.
+        # torch does not count all writes, and a sample of the values may miss one. A model that was
+        # loaded by name is held by nobody else, so its calls need not read all weights.
         is_loaded_by_name = self.origin is not None
         if not is_loaded_by_name and weights_checksum(self._tensors()) != self._checksum:
             raise ValueError(_CHANGED)
