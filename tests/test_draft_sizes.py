@@ -136,7 +136,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "window": (["--model.num_draft_tokens", "2"], "num_draft_tokens changed from 4 to 2"),
     "data": (["--data.num_train", "40"], "num_train changed from 32 to 40"),
     "other data": (
-        ["--data", "ArithmeticProgressions", "--data.modulo", "true"],
+        ["--data", "ArithmeticProgressions", "--data.modulo", "true", "--name", "draft_sizes"],
         "data changed from QuadraticProgressions to ArithmeticProgressions",
     ),
     "vocabulary": (["--data.vocab_size", "25"], "has networks of other sizes"),

@@ -221,14 +221,6 @@ def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "sizes", "words"),
     [
-        ("mamba", {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}, "linear_attention"),
-        ("llama4_text", {"num_hidden_layers": 4, "num_local_experts": 2}, "chunked_attention"),
-        ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "position_ids"),
-        (
-            "falcon",
-            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "alibi": True},
-            "masks",
-        ),
         (
             "roberta",
             {"hidden_size": 16, "num_attention_heads": 2, "is_decoder": True},
@@ -242,7 +234,7 @@ def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str) -> None:
         ("llama", {"_attn_implementation": "flex_attention"}, "runs on flex_attention"),
     ],
 )
-def test_a_model_that_cannot_go_back_is_refused_by_name(
+def test_a_model_that_is_no_decoder_or_takes_no_masks_is_refused_by_name(
     family: str, sizes: dict[str, Any], words: str
 ) -> None:
     implementation = sizes.pop("_attn_implementation", None)

@@ -319,7 +319,7 @@ def test_ctrl_c_keeps_what_both_methods_have_finished(cut_repeat: int) -> None:
     [
         ({"windows": (2, 0)}, "num_draft_tokens must be from 1"),
         ({"repeats": 0}, "repeats must be at least 1"),
-        ({"max_new_tokens": 510}, "the target's context of 512"),
+        ({"max_new_tokens": 512}, "the target's context of 512"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"drafters": exits(1, 3)}, "exit_layer must be from 1 to 2, got 3"),
         ({"drafters": {}}, "there is no drafter"),

@@ -10,6 +10,7 @@ import pytest
 from tiny_models import write_text_model
 
 from lightning_specdec import SpeculativeDecoder
+from lightning_specdec.config import pairs
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.config.pairs import get_pair, pair_path, write_pair
 from lightning_specdec.drafters import NGramDrafter, NGramWithFallback
@@ -81,11 +82,16 @@ def test_a_trained_draft_its_backend_and_its_threads_are_part_of_a_pair() -> Non
     assert completed("head", drafter="NGramDrafter").draft is None
 
 
-def test_a_draft_of_the_local_copy_is_used_with_that_copy_only() -> None:
+def test_a_draft_of_the_local_copy_is_used_with_that_copy_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = get_pair("smollm2")
     assert pair.draft_file is not None
+    # The clone of the tests may have the model.
+    monkeypatch.setattr(pairs, "shipped_directory", lambda: tmp_path / "clone/configs/pairs")
+    asked = PairSource(pair="smollm2")
     assert not pair.has_trained_draft
-    source = completed("smollm2")
+    source = pair.complete(asked)
     assert source.draft is None
     assert source.drafter.name == "NGramDrafter"
 
@@ -93,7 +99,7 @@ def test_a_draft_of_the_local_copy_is_used_with_that_copy_only() -> None:
     Path("checkpoints/smollm2/config.json").write_text("{}")
     assert not pair.has_trained_draft, "the draft file is missing"
     Path(pair.draft_file).touch()
-    source = completed("smollm2")
+    source = pair.complete(asked)
     assert source.draft == pair.draft_file
     assert source.drafter.name == "NGramWithFallback"
     assert source.target == "checkpoints/smollm2"

@@ -205,7 +205,7 @@ def test_the_draft_is_exported_alone_and_needs_no_target_for_that() -> None:
     Path("target").rename("moved")
     succeed(*export, "draft.safetensors", "--dtype", "bfloat16")
     # Over a draft file.
-    succeed(*export, "draft.safetensors")
+    succeed(*export, "draft.safetensors", "--overwrite")
     succeed(*export, "small.ckpt", "--dtype", "bfloat16")
     Path("moved").rename("target")
 

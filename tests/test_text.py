@@ -247,7 +247,7 @@ PADDING = [
     "{{ '{:{}}'.format(1, 10**9) }}",
     "{{ 'x'.zfill(10**9) }}",
     "{{ (1).to_bytes(10**9, 'big')|length }}",
-    "{{ messages|tojson(indent=10**6) }}",
+    "{{ messages|tojson(indent=10**8) }}",
 ]
 TWICE = ["ns.x + ns.x", "ns.x ~ ns.x", "[ns.x, ns.x]|join", "ns.x.replace('x', 'xx')", "ns.x * 2"]
 
@@ -274,7 +274,7 @@ WRITTEN = ["{{ ns.x }}", "{{ ns.x|string|length }}", "{{ ns.x|pprint }}", "{{ '%
         ("{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}", LIMITS),
         *((DOUBLING.replace("TWICE", twice), LIMITS) for twice in TWICE),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{{ 9 ** 9 ** 9 ** 9 }}", LIMITS),
+        ("{{ 9 ** (9 ** (9 ** 9)) }}", LIMITS),
         *((padding, LIMITS) for padding in PADDING),
         ("{{ ('x'.encode() * 10**10)|length }}", LIMITS),
         ("{{ lipsum(n=10**6) }}", LIMITS),

@@ -161,7 +161,9 @@ def test_a_pair_trained_on_text_decodes_text(
     for name, value in arguments.items():
         options += [f"--data.{name}", str(value)]
     verb(monkeypatch, tmp_path, "fit", "--data", "TextFiles", *options, "--trainer.max_epochs", "1")
-    decoder = SpeculativeDecoder.from_checkpoint(tmp_path / "checkpoints" / "rnn")
+    # The run is named after its data.
+    (run,) = (tmp_path / "checkpoints").iterdir()
+    decoder = SpeculativeDecoder.from_checkpoint(run)
     row = decoder.decode("naïve", max_new_tokens=5).rows[0]
     assert row.text == bytes(row.tokens).decode("utf-8", "replace") and len(row.tokens) == 5
     assert len(decoder.prompts) == 2

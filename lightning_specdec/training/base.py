@@ -216,10 +216,11 @@ class SpeculativeTraining(LightningModule, ABC):
             )
         readers: dict[str, LanguageModel | Drafter] = {"target": self.target, **self.drafters}
         for name, reader in readers.items():
-            if reader.max_positions is not None and data.max_length > reader.max_positions:
+            context = _shortest_context(reader)
+            if context is not None and data.max_length > context:
                 raise ValueError(
-                    f"sequences have {data.max_length} tokens, and {name} reads "
-                    f"{reader.max_positions}: shorten them, or raise its max_position_embeddings"
+                    f"sequences have {data.max_length} tokens, and {name} reads {context}: shorten "
+                    "them, or raise its max_position_embeddings"
                 )
 
     def _data(self) -> Any:
@@ -345,3 +346,13 @@ class SpeculativeTraining(LightningModule, ABC):
             for name, weight in self.target.state_dict().items()
         }
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **target_weights}
+
+
+def _shortest_context(network: nn.Module) -> int | None:
+    """The shortest context of the models in a network, in tokens; None if there is no limit.
+
+    A draft may decode texts that exceed its context, but training reads whole sequences.
+    """
+    models = [module for module in network.modules() if isinstance(module, LanguageModel)]
+    limits = [model.max_positions for model in models if model.max_positions is not None]
+    return min(limits, default=None)

@@ -339,6 +339,10 @@ class GenerateText(LightningModule):
 
     def predict_step(self, shard: PromptShard, batch_idx: int) -> int:
         """Write a shard, unless it is written already; returns the number of new rows."""
+        with self._unlocked_on_failure():
+            return self._write_missing(shard)
+
+    def _write_missing(self, shard: PromptShard) -> int:
         num_rows = len(shard.prompts) * len(self.samplings)
         if not shard.prompts or self._is_written(shard):
             self.watch(0, num_rows)
@@ -350,8 +354,7 @@ class GenerateText(LightningModule):
             for i, prompt in enumerate(shard.prompts):
                 row_number = (shard.first + i) * len(self.samplings) + sampling_index
                 prompts[row_number] = prompt
-            with self._unlocked_on_failure():
-                new_tokens.update(self._continue_all(prompts, sampling))
+            new_tokens.update(self._continue_all(prompts, sampling))
 
         rows = []
         for row_number in sorted(new_tokens):
