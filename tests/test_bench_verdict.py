@@ -9,7 +9,7 @@ import pytest
 from report_records import cells_of, faster, standard
 
 from lightning_specdec.bench.records import Comparison
-from lightning_specdec.bench.statistics import Interval
+from lightning_specdec.bench.statistics import Interval, may_be_as_high
 from lightning_specdec.bench.verdict import choose, judge
 
 NO_INTERVAL = Interval(0.6, math.nan, math.nan)
@@ -109,3 +109,19 @@ def test_nothing_is_chosen_from_rows_without_a_speedup(monkeypatch: pytest.Monke
     choice = choose(comparisons_of(monkeypatch, [None]))
     assert choice.best is None
     assert choice.text == "nothing to choose from"
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        (Interval(2.26, 2.08, 2.45), False),
+        (Interval(3.40, 2.63, 4.40), True),
+        (Interval(5.0, 4.5, 5.5), True),
+        (Interval(1.7, math.nan, math.nan), True),
+        (None, True),
+    ],
+)
+def test_a_speedup_is_lower_only_if_its_interval_ends_before_the_other_begins(
+    interval: Interval | None, expected: bool
+) -> None:
+    assert may_be_as_high(interval, Interval(4.04, 3.76, 4.33)) is expected

@@ -162,7 +162,7 @@ def test_a_draft_of_a_shorter_context_drafts_from_the_end_of_the_text(
     prompts = [[token % target.vocab_size for token in prompt] for prompt in prompts]
     decoder = SpeculativeDecoder(target, drafters_of(draft)[drafter])
     for window in (4, 20):
-        options: dict[str, Any] = {"max_new_tokens": 25, "num_draft_tokens": window}
+        options: dict[str, Any] = {"max_new_tokens": 12, "num_draft_tokens": window}
         expected = decoder.decode_standard(prompts, **options)
         result = decoder.decode(prompts, **options)
         assert result.tokens == expected.tokens

@@ -166,3 +166,11 @@ def student(freedom: int, outside: float) -> float:
     target_area = (1 - 2 * outside) * cumulative[-1]
     index = int(torch.searchsorted(cumulative, target_area))
     return math.sqrt(freedom) * math.tan(angles[index + 1].item())
+
+
+def may_be_as_high(interval: Interval | None, other: Interval | None) -> bool:
+    """Whether two intervals do not prove that the first ratio is lower than the other one."""
+    if interval is None or other is None:
+        return True
+    # A comparison with NaN is false: without an interval, nothing is proven.
+    return not interval.high < other.low

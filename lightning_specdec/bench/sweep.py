@@ -18,6 +18,7 @@ from lightning_specdec.bench.measure import FAILURES, Case, windows_of
 from lightning_specdec.bench.pieces import PIECE_TOKENS
 from lightning_specdec.bench.race import Entrant, MeasuredRace
 from lightning_specdec.bench.records import SPECULATIVE, STANDARD, Comparison
+from lightning_specdec.bench.statistics import may_be_as_high
 from lightning_specdec.bench.tournament import FEWEST_TURNS, Tournament
 from lightning_specdec.bench.verdict import Verdict, judge, level_among
 from lightning_specdec.bench.ways import LOOKUP, LOOKUP_NAME, NO_DRAFT, Drafting, Engine, Way
@@ -402,12 +403,7 @@ class Sweep:
         level = level_among(len(self._entrants) - 1)
         speedup = comparisons[winner].speedup(level)
         verdict = judge(speedup, comparisons[winner].num_pairs, level=level)
-        names = contest.equals(winner.name)
-        equals = tuple(
-            self._entrants[name].way
-            for name in names
-            if self._is_right(comparisons.get(self._entrants[name].way))
-        )
+        equals = tuple(self._equals(winner, contest, comparisons))
         remarks = {}
         for way, comparison in comparisons.items():
             remark = ""
@@ -438,6 +434,22 @@ class Sweep:
                 if self._is_right(comparisons.get(way)):
                     return way, contest
         return None, None
+
+    def _equals(
+        self, winner: Way, contest: Tournament, comparisons: Mapping[Way, Comparison]
+    ) -> Iterator[Way]:
+        """The other ways that may be as fast as the winner.
+
+        The last contest may have few pieces of a way, so the pieces of all contests count too.
+        """
+        winner_speedup = comparisons[winner].walltime_speedup
+        for name in contest.equals(winner.name):
+            way = self._entrants[name].way
+            comparison = comparisons.get(way)
+            if comparison is None or not self._is_right(comparison):
+                continue
+            if may_be_as_high(comparison.walltime_speedup, winner_speedup):
+                yield way
 
     def _is_right(self, comparison: Comparison | None) -> bool:
         """Whether a way was measured and its tokens are standard decoding's, up to rounding."""

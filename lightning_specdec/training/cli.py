@@ -315,6 +315,8 @@ class TrainingCLI(LightningCLI):
         )
         if not is_ours or is_trial(self.trainer) or is_sharded(self.trainer):
             return
+        if self.trainer.global_step == 0:
+            return  # Nothing was trained.
         try:
             verdict = final_verdict(
                 self.model,
