@@ -54,7 +54,7 @@ from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.model_config import quiet
 from lightning_specdec.models.safetensors_file import SINGLE
-from lightning_specdec.rules import Sampling
+from lightning_specdec.rules import GREEDY
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -427,7 +427,7 @@ def _draft_after(
         wants_logits=True,
         vocab_size=target.vocab_size,
     )
-    draft = drafter.propose(draft_state, request, [_NUM_COMPARED_TOKENS], Sampling())
+    draft = drafter.propose(draft_state, request, [_NUM_COMPARED_TOKENS], GREEDY)
     assert draft.logits is not None
     return draft.tokens[0].tolist(), draft.logits[0]
 

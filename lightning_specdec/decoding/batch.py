@@ -16,7 +16,7 @@ from lightning_specdec.drafters import Drafter, TargetContext
 from lightning_specdec.drafters.user_drafts import check_state
 from lightning_specdec.models import LanguageModel, RowCopy
 from lightning_specdec.models.state import next_span
-from lightning_specdec.rules import Purpose, RowSampling, Sampling, noise_table
+from lightning_specdec.rules import GREEDY, Purpose, RowSampling, Sampling, noise_table
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -109,15 +109,14 @@ class Batch:
         live_samplings = [row.sampling for row in self.rows if row.live]
         if not live_samplings:
             # All rows were cancelled while the device ran this round, so nobody reads its tokens.
-            return Sampling()
+            return GREEDY
         # Nobody reads the tokens of ended rows, so they follow a live one.
         samplings = [row.sampling if row.live else live_samplings[0] for row in self.rows]
         sampling = RowSampling.of_rows(samplings)
-        is_usual = sampling in (self.own_sampling, Sampling())
-        if self.executor.is_recorded and not is_usual:
-            # Calls are recorded for each sampling, and rows may choose any number of them.
-            return RowSampling(rows=tuple(samplings))
-        return sampling
+        if not self.executor.is_recorded or sampling in (self.own_sampling, GREEDY):
+            return sampling
+        # Calls are recorded for each sampling, and rows may choose any number of them.
+        return RowSampling(rows=tuple(samplings))
 
     def free_slot(self) -> int:
         """An empty slot for a row. The batch grows if there is none."""

@@ -15,7 +15,7 @@ from lightning_specdec.decoding.results import Counts, Round, RowResult
 from lightning_specdec.decoding.stopping import StopSearch, StopStrings
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import DecodeState, LanguageModel
-from lightning_specdec.rules import Sampling
+from lightning_specdec.rules import GREEDY, Sampling
 
 Prompts = Sequence[Any] | Tensor | Mapping[str, Any]
 """Tokens of one prompt or of several, a tensor `[T]` or `[B, T]`, or a tokenizer's output with its
@@ -74,7 +74,7 @@ class Request:
     ) -> None:
         self.index = index
         self.settings = settings
-        self.sampling = sampling or Sampling()
+        self.sampling = sampling or GREEDY
         self.seed = seed
         self.wants_logprobs = wants_logprobs
         self.num_top_logprobs = num_top_logprobs

@@ -12,7 +12,15 @@ from lightning_specdec.decoding.executor import Executor
 from lightning_specdec.decoding.requests import Request, TopLogprobs
 from lightning_specdec.decoding.windows import Outcome
 from lightning_specdec.models.graphs import Outputs
-from lightning_specdec.rules import AcceptanceRule, Draft, Purpose, Sampling, Verdict, column
+from lightning_specdec.rules import (
+    GREEDY,
+    AcceptanceRule,
+    Draft,
+    Purpose,
+    Sampling,
+    Verdict,
+    column,
+)
 from lightning_specdec.rules.user_rules import judged
 
 if TYPE_CHECKING:
@@ -43,7 +51,7 @@ class Verification:
         self.rule = rule
         self.vocab_size = vocab_size
         # Of the current round: how its tokens are drawn, and which log probabilities it computes.
-        self.sampling = Sampling()
+        self.sampling: Sampling = GREEDY
         self.logprobs = False
         self.num_top_logprobs = 0
 

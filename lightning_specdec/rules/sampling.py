@@ -273,6 +273,8 @@ class Sampling(SamplingSettings):
         return log_probs.gather(-1, tokens[..., None]).squeeze(-1)
 
 
+GREEDY = Sampling()
+"""The likeliest token at every position."""
 SOFTMAX = Sampling(temperature=1.0)
 """The model's own distribution, which some rules compare regardless of the sampling."""
 

@@ -14,12 +14,12 @@ from torch.nn import functional
 from torchmetrics import Metric
 
 from lightning_specdec.data import IGNORED, Batch
-from lightning_specdec.rules import Sampling
+from lightning_specdec.rules import GREEDY, SOFTMAX
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-SAMPLINGS = {"": Sampling(), "sampling_": Sampling(temperature=1.0)}
+SAMPLINGS = {"": GREEDY, "sampling_": SOFTMAX}
 """The sampling settings under which rounds are counted, by the prefix of their rates."""
 RATES = ("acceptance_rate", "block_efficiency")
 Means = dict[str, tuple[Tensor, int]]
