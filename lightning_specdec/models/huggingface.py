@@ -54,7 +54,14 @@ with quiet():
         max_positions,
         needs_row_caches,
     )
-    from lightning_specdec.models.layers import Entered, LayerStack, accepts, additive, cache_name
+    from lightning_specdec.models.layers import (
+        Entered,
+        LayerStack,
+        accepts,
+        additive,
+        cache_name,
+        scoring_only,
+    )
     from lightning_specdec.models.row_cache import RowReader
 
 if TYPE_CHECKING:
@@ -118,7 +125,7 @@ class HuggingFaceLM(LanguageModel):
         self._parts: LayerStack | str | None = None
         self._pool: StoragePool | None = None
         self._row_reader: RowReader | None = None
-        """Reads each row with a cache of its own, if the model needs that."""
+        """Reads each row with a separate cache, if the model needs that."""
         self._user_code: list[UserCode] = []
         """What `refresh` has checked last."""
         self._code_of_parts: list[UserCode] = []
@@ -162,7 +169,7 @@ class HuggingFaceLM(LanguageModel):
             self.hidden_size = getattr(self.config, "hidden_size", None)
 
     def _replace_attention(self) -> None:
-        # A model with masks of its own may test the name of its attention.
+        # A model that makes its masks may test the name of its attention.
         if self._row_reader is not None:
             return
         if self.model.config._attn_implementation == "sdpa":
@@ -723,26 +730,16 @@ class HuggingFaceLM(LanguageModel):
         if state is not None:
             options.update(self._state_options(state, tokens.shape[1]))
 
-        head_inputs: list[Tensor] = []
-        caller = threading.get_ident()
+        def scored(hidden: Tensor) -> Tensor:
+            return select(hidden, logits_for)
 
-        def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            # Another thread may run the user's model at the same time.
-            if threading.get_ident() != caller:
-                return None
-            head_inputs.append(inputs[0])
-            return (select(inputs[0], logits_for), *inputs[1:])
-
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(narrow)
-        try:
+        with scoring_only(self.model, scored) as head_inputs:
             if self._user_code and state is not None:
                 # The user's own model runs, which may be in training mode.
                 with _in_eval_mode(self.model):
                     output = self.model(input_ids=tokens, **options)
             else:
                 output = self.model(input_ids=tokens, **options)
-        finally:
-            handle.remove()
 
         logits = output.logits
         if not head_inputs:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +50,37 @@ def accepts(forward: Callable[..., Any], name: str) -> bool:
     if name in parameters:
         return True
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+@contextmanager
+def scoring_only(
+    model: PreTrainedModel, select: Callable[[Tensor], Tensor]
+) -> Iterator[list[Tensor]]:
+    """The model's output head reads only selected positions inside the block.
+
+    Args:
+        select: the positions to score of the head's input `[B, T, D]`.
+
+    Yields:
+        A list that gets the head's input before the selection. It stays empty if a replaced forward
+        function computes logits without the head.
+    """
+    head_inputs: list[Tensor] = []
+    caller = threading.get_ident()
+
+    def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        # Another thread may run the user's model at the same time.
+        if threading.get_ident() != caller:
+            return None
+        head_inputs.append(inputs[0])
+        return (select(inputs[0]), *inputs[1:])
+
+    head: Any = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(narrow)
+    try:
+        yield head_inputs
+    finally:
+        handle.remove()
 
 
 class LayerStack:

@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 
 from lightning_specdec.models.attention import max_positions
 from lightning_specdec.models.base import ModelOutput
-from lightning_specdec.models.layers import CACHE_NAMES, cache_name
+from lightning_specdec.models.layers import CACHE_NAMES, cache_name, scoring_only
 from lightning_specdec.models.model_config import first_line
 from lightning_specdec.models.snapshot_state import (
     RowCache,
@@ -348,24 +348,13 @@ class RowReader:
                 positions.append(position - start)
         # The output head computes at least one position, since its kernels may not accept none.
         positions = positions or [len(tokens) - 1]
-        head_inputs: list[Tensor] = []
-        caller = threading.get_ident()
 
-        def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            # Another thread may run the user's model at the same time.
-            if threading.get_ident() != caller:
-                return None
-            head_inputs.append(inputs[0])
-            return (inputs[0][:, positions], *inputs[1:])
+        def scored(hidden: Tensor) -> Tensor:
+            return hidden[:, positions]
 
         cache: Any = row.cache
-        head: Any = self.model.get_output_embeddings()
-        handle = head.register_forward_pre_hook(narrow)
-        try:
-            with row.reading(len(tokens)):
-                model_output = cache.call(self.model, **options)
-        finally:
-            handle.remove()
+        with scoring_only(self.model, scored) as head_inputs, row.reading(len(tokens)):
+            model_output = cache.call(self.model, **options)
 
         logits = model_output.logits[0]
         if not head_inputs:
