@@ -101,6 +101,21 @@ class Wrapped(LanguageModel):
         return {}
 
 
+class FirstRowFails(Wrapped):
+    """In the third call, the first row has NaN in all its logits."""
+
+    num_calls = 0
+
+    def forward(
+        self, tokens: torch.Tensor, state: DecodeState | None = None, **options: Any
+    ) -> ModelOutput:
+        output = super().forward(tokens, state, **options)
+        self.num_calls += 1
+        if self.num_calls == 3:
+            output.logits[0] = torch.nan
+        return output
+
+
 class ScriptedDrafter(Drafter):
     """A drafter without networks; its subclasses decide what it drafts."""
 

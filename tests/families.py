@@ -49,6 +49,15 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+"""Sizes of attention over a latent vector, where values have another size than keys."""
 MORE: dict[str, dict[str, Any]] = {
     "gemma2": {
         **_MIXED,
@@ -72,12 +81,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {
         **_SIZES,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
+        **LATENT,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
@@ -87,13 +91,9 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "longcat_flash": {
         **_SIZES,
-        "num_key_value_heads": 4,
+        **LATENT,
         "num_layers": 2,
         "head_dim": 8,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
         "v_head_dim": 8,
         "ffn_hidden_size": 48,
         "expert_ffn_hidden_size": 24,
@@ -163,3 +163,17 @@ def tiny(family: str, seed: int = 1, *, sharpness: float = 6.0, **sizes: Any) ->
             if parameter.dim() > 1:
                 parameter.mul_(sharpness)
     return placed(model)
+
+
+def greedy_tokens(model: Any, prompt: list[int], num_new: int, **options: Any) -> list[int]:
+    """New tokens of transformers' own greedy `generate`, for one prompt alone."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_new,
+        do_sample=False,
+        **options,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from families import tiny
+from families import LATENT, tiny
 
 from lightning_specdec.decoding import autoregressive_decode
 from lightning_specdec.models import LanguageModel
@@ -58,14 +58,6 @@ _HYBRID_MAMBA = {
     "mamba_chunk_size": 8,
     "mamba_n_groups": 1,
 }
-_LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-}
 HYBRID: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA_RULE,
     "qwen3_next": {**_DELTA_RULE, **_EXPERTS},
@@ -73,7 +65,7 @@ HYBRID: dict[str, dict[str, Any]] = {
         **_SIZES,
         **_LAYERS,
         **_EXPERTS,
-        **_LATENT,
+        **LATENT,
         "head_dim": 8,
         "linear_head_dim": 8,
         "linear_num_heads": 4,
@@ -168,7 +160,7 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
     "deepseek_v32": {
         **_SIZES,
         **_EXPERTS,
-        **_LATENT,
+        **LATENT,
         "head_dim": 8,
         "n_group": 2,
         "topk_group": 1,
@@ -237,7 +229,7 @@ def other(family: str, seed: int, noise: float) -> HuggingFaceLM:
 
 @functools.cache
 def ours(family: str) -> HuggingFaceLM:
-    """The same weights behind our interface."""
+    """The same weights with our interface."""
     with torch.inference_mode(False):
         return HuggingFaceLM(tiny(family, **FAMILIES[family]))
 

@@ -1,4 +1,4 @@
-"""Laws of bad checkpoints: whatever a file says, it runs nothing and gives one line."""
+"""Laws of bad checkpoints: whatever a file says, it runs nothing and the answer is one line."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from families import tiny
+from families import greedy_tokens, tiny
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -43,18 +43,7 @@ def model_of(family: str = "llama", **sizes: Any) -> Any:
 
 def reference(model: Any, *, num_new: int = NUM_NEW, **options: Any) -> list[list[int]]:
     """Greedy tokens of transformers' own `generate`, row by row."""
-    rows = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_new,
-            do_sample=False,
-            **options,
-        )
-        rows.append(output[0, len(prompt) :].tolist())
-    return rows
+    return [greedy_tokens(model, prompt, num_new, **options) for prompt in PROMPTS]
 
 
 @functools.cache

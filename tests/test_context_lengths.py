@@ -7,7 +7,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from families import tiny
+from families import greedy_tokens, tiny
 from transformers import GenerationConfig
 
 import lightning_specdec
@@ -31,17 +31,6 @@ def model_of(family: str = "llama", **sizes: Any) -> Any:
 def prompt_of(num_tokens: int) -> list[int]:
     generator = torch.Generator().manual_seed(num_tokens)
     tokens: list[int] = torch.randint(1, 67, (num_tokens,), generator=generator).tolist()
-    return tokens
-
-
-def reference(model: Any, prompt: list[int], num_new: int, **options: Any) -> list[int]:
-    """Greedy tokens of transformers' own `generate`."""
-    ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    output = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=num_new, do_sample=False, **options
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
 
 
@@ -72,7 +61,7 @@ def test_scaled_positions_reach_the_scaled_length(kind: str) -> None:
     assert decoder.target.max_positions == 2 * CONTEXT
 
     prompt = prompt_of(CONTEXT - 6)
-    expected = reference(model, prompt, 2 * CONTEXT - len(prompt))
+    expected = greedy_tokens(model, prompt, 2 * CONTEXT - len(prompt))
     assert len(expected) == CONTEXT + 6
     options: dict[str, Any] = {"max_new_tokens": len(expected)}
     assert decoder.decode([prompt], **options).tokens == [expected]
@@ -99,13 +88,13 @@ def test_scaling_beyond_the_original_length_counts_from_the_original_length() ->
 def test_the_last_new_token_needs_no_position(family: str) -> None:
     model = model_of(family)
     prompt = prompt_of(90)
-    expected = reference(model, prompt, 7)
+    expected = greedy_tokens(model, prompt, 7)
     decoder = SpeculativeDecoder(model, model_of(family, seed=2))
     for window in (1, 3, 8):
         result = decoder.decode([prompt], max_new_tokens=7, num_draft_tokens=window)
         assert result.tokens == [expected]
     assert decoder.decode_standard([prompt], max_new_tokens=7).tokens == [expected]
-    assert reference(model, prompt, 7, custom_generate=lightning_specdec.generate) == expected
+    assert greedy_tokens(model, prompt, 7, custom_generate=lightning_specdec.generate) == expected
     with pytest.raises(ValueError, match="do not fit the target's context of 96"):
         decoder.decode([prompt], max_new_tokens=8)
 
@@ -117,7 +106,7 @@ def test_a_chat_may_fill_its_context() -> None:
     conversation = Conversation(target, NGramDrafter(), DecodingConfig(max_new_tokens=50))
     row = conversation.begin(prompt)
     run(conversation.session)
-    assert row.text[90:] == reference(model, prompt, 7)
+    assert row.text[90:] == greedy_tokens(model, prompt, 7)
     with pytest.raises(ValueError, match="fill the chat's context of 96"):
         conversation.begin(row.text)
 

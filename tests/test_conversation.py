@@ -238,7 +238,7 @@ def test_rows_are_resumed_while_others_continue(target: str, drafter: str) -> No
             rows[index] = session.resume(row, [*row.text, *turn], max_new_tokens=num_new_tokens)
     assert len(finished_rows) > 12
 
-    # Rows of a batch are decoded independently, so one batch gives all expected answers.
+    # Rows of a batch are decoded independently, so one batch has all expected answers.
     prompts = [row.text[: row.prompt_length] for row in finished_rows]
     answers = autoregressive_decode(model, prompts, max_new_tokens=8, eos=cases.EOS).tokens
     for row, answer in zip(finished_rows, answers, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_tokenizers
 import torch
-from families import FAMILIES, MORE, tiny
+from families import FAMILIES, MORE, greedy_tokens, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_specdec.decoder import SpeculativeDecoder
@@ -47,17 +47,7 @@ def packed(family: str) -> HuggingFaceLM:
 @functools.cache
 def generated(family: str, num_new: int) -> list[list[int]]:
     """The new tokens of transformers' own greedy decoding for `PROMPTS`."""
-    rows = []
-    for prompt in PROMPTS:
-        tokens = torch.tensor([prompt])
-        output = reference(family).generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=num_new,
-            do_sample=False,
-        )
-        rows.append(output[0, len(prompt) :].tolist())
-    return rows
+    return [greedy_tokens(reference(family), prompt, num_new) for prompt in PROMPTS]
 
 
 def random_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:

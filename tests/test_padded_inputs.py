@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import tiny_tokenizers
-import torch
-from families import tiny
+from families import greedy_tokens, tiny
 from transformers import GenerationConfig
 
 import lightning_specdec
@@ -25,15 +24,7 @@ def model_of(vocab_size: int, seed: int = 1) -> Any:
 
 def reference(model: Any, **options: Any) -> list[list[int]]:
     """Greedy tokens of transformers' own `generate`, each row alone."""
-    rows = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        output = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, **options
-        )
-        rows.append(output[0, len(prompt) :].tolist())
-    return rows
+    return [greedy_tokens(model, prompt, NUM_NEW, **options) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("with_tokenizer", [False, True])

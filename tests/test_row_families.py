@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny
+from families import greedy_tokens, tiny
 from row_families import (
     ATTENTION,
     FAMILIES,
@@ -52,17 +52,7 @@ some_families = pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "rwkv
 
 def generated(family: str) -> list[list[int]]:
     """What transformers' own greedy decoding writes after each prompt."""
-    tokens = []
-    for prompt in PROMPTS:
-        prompt_ids = torch.tensor([prompt])
-        text = reference(family).generate(
-            prompt_ids,
-            attention_mask=torch.ones_like(prompt_ids),
-            max_new_tokens=NUM_NEW,
-            do_sample=False,
-        )
-        tokens.append(text[0, len(prompt) :].tolist())
-    return tokens
+    return [greedy_tokens(reference(family), prompt, NUM_NEW) for prompt in PROMPTS]
 
 
 @every_family

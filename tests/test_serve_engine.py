@@ -11,7 +11,6 @@ from typing import Any
 
 import cases
 import pytest
-import torch
 
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding import Session
@@ -234,17 +233,7 @@ def test_a_round_that_fails_ends_its_requests_and_not_the_engine() -> None:
 
 
 def test_a_row_that_is_not_finite_fails_alone() -> None:
-    class Broken(cases.Wrapped):
-        num_calls = 0
-
-        def forward(self, *arguments: Any, **options: Any) -> Any:
-            output = super().forward(*arguments, **options)
-            self.num_calls += 1
-            if self.num_calls == 3:
-                output.logits[0] = torch.nan
-            return output
-
-    with running(Broken(Slow(cases.target("rnn")))) as engine:
+    with running(cases.FirstRowFails(Slow(cases.target("rnn")))) as engine:
         clients = [Client([1, 2], max_new_tokens=20), Client([3], max_new_tokens=20)]
         engine.submit([client.generation for client in clients])
         clients[0].tokens()

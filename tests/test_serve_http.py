@@ -1,4 +1,4 @@
-"""The HTTP layer, as real clients see it: the openai package, httpx, and a process of its own."""
+"""The HTTP layer, as real clients see it: the openai package, httpx, and a separate process."""
 
 from __future__ import annotations
 

@@ -201,22 +201,10 @@ def test_a_setting_of_the_whole_session_is_refused_for_a_row() -> None:
 
 
 def test_a_row_fails_alone_beside_rows_of_other_settings() -> None:
-    class FailsFirst(cases.Wrapped):
-        """In the third call, the first row has NaN in all its logits."""
-
-        num_calls = 0
-
-        def forward(self, *arguments: Any, **options: Any) -> Any:
-            output = super().forward(*arguments, **options)
-            self.num_calls += 1
-            if self.num_calls == 3:
-                output.logits[0] = torch.nan
-            return output
-
     settings_of_the_first: list[dict[str, Any]] = [{}, {"temperature": 1.0}]
     for first_settings in settings_of_the_first:
         session = Session(
-            FailsFirst(cases.target("rnn")), cases.drafter("near", "rnn"), max_length=24
+            cases.FirstRowFails(cases.target("rnn")), cases.drafter("near", "rnn"), max_length=24
         )
         failed = session.add([1, 2], max_new_tokens=15, **first_settings)
         others = [
