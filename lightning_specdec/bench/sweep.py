@@ -509,7 +509,7 @@ def _engines_left(
 
 
 def _loading_key(engine: Engine) -> tuple[Any, ...]:
-    """What a target is loaded anew for. torch sets the number of threads at any time; OpenVINO
+    """What a target is loaded again for. torch sets the number of threads at any time; OpenVINO
     compiles for one."""
     if engine.backend == "torch":
         return (engine.backend, engine.quantization)

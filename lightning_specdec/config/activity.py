@@ -93,7 +93,7 @@ _reporter: Reporter | None = None
 
 
 class Reporter:
-    """Shows on stderr what the command line is doing, from a thread of its own.
+    """Shows on stderr what the command line is doing, from a separate thread.
 
     Args:
         is_quiet: whether to show nothing.

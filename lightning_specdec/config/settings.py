@@ -284,7 +284,7 @@ def show_settings(kind: Any) -> None:
     own_parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
     names = {parameter.name for parameter in own_parameters}
     if "settings" not in names:
-        # A base class may have a signature of its own, which this class would inherit.
+        # A base class may have a signature, which this class would inherit.
         kind.__signature__ = inspect.Signature(own_parameters)
         return
 

@@ -396,6 +396,6 @@ def power_of_two(count: int) -> int:
 def batch_size_for(num_rows: int, state: DecodeState) -> int:
     """Rows of a batch with this many live ones: a power of two, so that shapes seldom change.
 
-    Where each row has calls of its own, empty rows would only cost time.
+    Where each row has separate calls, empty rows would only cost time.
     """
     return power_of_two(num_rows) if state.shares_calls else num_rows

@@ -166,7 +166,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 class SnapshotState(DecodeState):
-    """The rows of a batch, each with a cache of its own that can return to a snapshot.
+    """The rows of a batch, each with a separate cache that can return to a snapshot.
 
     `consumed` counts a row's whole text. Its cache may have read less of it: after a truncation,
     the tokens from the snapshot on are unread, and the model reads them again with the next ones.

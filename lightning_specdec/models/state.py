@@ -512,7 +512,7 @@ class KVState(DecodeState):
             positions = torch.arange(first, end, device=self.device)
             return Slots(positions.expand(len(host_starts), -1), first, span)
 
-        # Rows differ, so each has positions of its own.
+        # Rows differ, so each has separate positions.
         if starts is None:
             device_starts = self.lengths
         else:

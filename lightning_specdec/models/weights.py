@@ -76,7 +76,7 @@ def weights_checksum(tensors: Iterable[Tensor]) -> list[int]:
     torch counts most writes to a tensor, but not those through `.data`, through a numpy view or by
     fused optimizers. Only the bytes themselves show these.
 
-    A weight is read in rows of 1024 words, each of which counts with a factor of its own. So every
+    A weight is read in rows of 1024 words, each of which counts with another factor. So every
     change within a word shows. Changes of several words cancel with a probability of 2^-63.
     """
     all_tensors = [tensor.detach() for tensor in tensors]

@@ -15,7 +15,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
 class Metrics(EngineObserver):
-    """What the server counts. A registry of its own, so that a process may hold several servers."""
+    """What the server counts, in a registry per server: a process may hold several."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -104,7 +104,7 @@ class _Renderer:
         assert process.stdin is not None and process.stdout is not None
         line = b""
         try:
-            # A process that has ended meanwhile takes no request, and gives an empty reply.
+            # A process that has ended meanwhile takes no request, and returns an empty reply.
             with suppress(BrokenPipeError):
                 process.stdin.write(len(request).to_bytes(_LENGTH_BYTES) + request)
                 process.stdin.flush()
