@@ -143,7 +143,11 @@ class Run:
     """
 
     def __init__(
-        self, name: str, target: Any, data: GeneratedText, options: argparse.Namespace
+        self,
+        name: str,
+        target: Any,
+        data: GeneratedText,
+        options: argparse.Namespace,
     ) -> None:
         recipe, module_class, changes = KINDS[name]
         config = config_for(recipe, options.model, ["shipped"])

@@ -150,7 +150,10 @@ def is_different(row: Row) -> bool:
 
 
 def measure_kind(
-    kind: str, target: HuggingFaceLM, prompts: list[list[int]], options: argparse.Namespace
+    kind: str,
+    target: HuggingFaceLM,
+    prompts: list[list[int]],
+    options: argparse.Namespace,
 ) -> Row:
     """Export a draft of this kind, and measure it here and in an engine."""
     drafter = make_drafter(kind, target, options)
@@ -185,7 +188,10 @@ def make_drafter(kind: str, target: HuggingFaceLM, options: argparse.Namespace) 
 
 
 def decode_here(
-    target: LanguageModel, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int
+    target: LanguageModel,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    max_new_tokens: int,
 ) -> list[DecodeResult]:
     """Greedy answers of this package, one prompt at a time."""
     results = []
@@ -367,7 +373,10 @@ def prompt_texts(options: argparse.Namespace) -> list[str]:
 
 
 def generate(
-    output: Path, prompt_file: Path, options: argparse.Namespace, engine: str | None = None
+    output: Path,
+    prompt_file: Path,
+    options: argparse.Namespace,
+    engine: str | None = None,
 ) -> list[list[int]]:
     """Run the verb `generate`, and return the rows that it writes.
 
@@ -457,7 +466,9 @@ def convert(source: str, output: Path, options: argparse.Namespace, *arguments: 
 
 
 def llama_cpp_answers(
-    server: list[str], prompts: list[list[int]], options: argparse.Namespace
+    server: list[str],
+    prompts: list[list[int]],
+    options: argparse.Namespace,
 ) -> list[Any]:
     """Greedy answers of a llama.cpp server, with their tokens and timings."""
     settings = {
@@ -478,7 +489,10 @@ def llama_cpp_version(server: str) -> str:
 
 @torch.inference_mode()
 def logit_gap(
-    target: HuggingFaceLM, prompt: list[int], ours: list[int], theirs: list[int]
+    target: HuggingFaceLM,
+    prompt: list[int],
+    ours: list[int],
+    theirs: list[int],
 ) -> float | None:
     """Logit gap between our token and theirs at the first difference; None if there is none."""
     position = first_difference(ours, theirs)

@@ -446,7 +446,9 @@ def log_path(directory: Path, name: str) -> Path:
 
 
 def start_process(
-    command: list[str], log: Path, environment: dict[str, str] | None = None
+    command: list[str],
+    log: Path,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a process that prints to a file."""
     with log.open("w") as file:
@@ -454,7 +456,9 @@ def start_process(
 
 
 def load_trained(
-    name: str, directory: Path, dtype: torch.dtype
+    name: str,
+    directory: Path,
+    dtype: torch.dtype,
 ) -> tuple[SpeculativeDecoder, HuggingFaceLM, Drafter]:
     """A trained pair: its decoder, and its target and drafter in the forms that decode."""
     # The checkpoint is in the directory of its run.
@@ -519,7 +523,10 @@ def decode_settings() -> list[DecodeSetting]:
 
 
 def decode(
-    directory: Path, num_passes: int, seconds: float, save: Callable[[list[Row]], None]
+    directory: Path,
+    num_passes: int,
+    seconds: float,
+    save: Callable[[list[Row]], None],
 ) -> list[Row]:
     """Compare the trained pairs with standard decoding on held-out text.
 
@@ -617,7 +624,9 @@ def compare(
 
 
 def comparison_figures(
-    standard: Sequence[DecodeResult], speculative: Sequence[DecodeResult], num_passes: int
+    standard: Sequence[DecodeResult],
+    speculative: Sequence[DecodeResult],
+    num_passes: int,
 ) -> Row:
     """Speeds, their ratios, and the number of equal outputs."""
     ratios = []

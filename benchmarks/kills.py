@@ -96,7 +96,10 @@ def write_tiny_target(home: Path) -> tuple[str, str]:
 
 
 def fit_arguments(
-    recipe: str, target: str, text: Sequence[str], options: argparse.Namespace
+    recipe: str,
+    target: str,
+    text: Sequence[str],
+    options: argparse.Namespace,
 ) -> list[str]:
     """Arguments of `fit` for a recipe. The target's path is absolute: `fit` runs elsewhere."""
     arguments = ["--recipe", recipe, "--target", str(Path(target).resolve()), "--text", *text]
@@ -107,7 +110,11 @@ def fit_arguments(
 
 
 def measure(
-    recipe: str, arguments: list[str], home: Path, num_kills: int, generator: random.Random
+    recipe: str,
+    arguments: list[str],
+    home: Path,
+    num_kills: int,
+    generator: random.Random,
 ) -> dict[str, Any]:
     """One recipe's row: train without interruption, then with kills, and compare the ends."""
     whole_home = home / f"{recipe}_whole"

@@ -208,7 +208,9 @@ def largest_difference(model: OpenVINOLM, text: Tensor) -> float:
 
 @torch.inference_mode()
 def call_milliseconds(
-    models: dict[str, OpenVINOLM], context: Tensor, repeats: int
+    models: dict[str, OpenVINOLM],
+    context: Tensor,
+    repeats: int,
 ) -> dict[str, dict[int, float]]:
     """Median milliseconds of a call by width, for each variant."""
     states = {}

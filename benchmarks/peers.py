@@ -83,7 +83,10 @@ class Prompt:
 
 
 def choose(
-    questions: Iterable[Row], tokenizer: Any, *, tuning: int = NUM_TUNING
+    questions: Iterable[Row],
+    tokenizer: Any,
+    *,
+    tuning: int = NUM_TUNING,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Reported prompts and tuning prompts: `NUM_EACH` and `tuning` of each task.
 

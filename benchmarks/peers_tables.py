@@ -103,7 +103,10 @@ def table(rows: Sequence[Row], part: str = "prompts") -> str:
 
 
 def _speed_figures(
-    rows: Sequence[Row], part: str, method: Method, method_cells: Cells
+    rows: Sequence[Row],
+    part: str,
+    method: Method,
+    method_cells: Cells,
 ) -> Sequence[str]:
     """A method's columns after its labels in `table`."""
     num_prompts = len(method_cells)

@@ -43,7 +43,11 @@ class Engine(ABC):
 
     @abstractmethod
     def answer(
-        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+        self,
+        prompts: list[list[int]],
+        setting: dict[str, Any],
+        num_tokens: int,
+        end: list[int],
     ) -> Answer:
         """Answer a request."""
 
@@ -67,7 +71,11 @@ class Ours(Engine):
         self.decoders: dict[str, Any] = {}
 
     def answer(
-        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+        self,
+        prompts: list[list[int]],
+        setting: dict[str, Any],
+        num_tokens: int,
+        end: list[int],
     ) -> Answer:
         options: Any = {
             "max_new_tokens": num_tokens,
@@ -140,7 +148,11 @@ class Transformers(Engine):
         self.num_calls += 1
 
     def answer(
-        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+        self,
+        prompts: list[list[int]],
+        setting: dict[str, Any],
+        num_tokens: int,
+        end: list[int],
     ) -> Answer:
         tokens, mask = padded(prompts, end[0])
         input_ids = self.torch.tensor(tokens)
@@ -213,7 +225,11 @@ class OpenVINOGenAI(Engine):
         self.pipeline = self.genai.LLMPipeline(files[f"genai_{precision}"], "CPU", **properties)
 
     def answer(
-        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+        self,
+        prompts: list[list[int]],
+        setting: dict[str, Any],
+        num_tokens: int,
+        end: list[int],
     ) -> Answer:
         config = self.pipeline.get_generation_config()
         config.max_new_tokens = num_tokens
@@ -266,7 +282,11 @@ class LlamaCpp(Engine):
         self.evaluate(tokens)
 
     def answer(
-        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+        self,
+        prompts: list[list[int]],
+        setting: dict[str, Any],
+        num_tokens: int,
+        end: list[int],
     ) -> Answer:
         self.model.draft_model = None
         if setting:
@@ -320,7 +340,11 @@ class VLLM(Engine):
         self.num_requests = 0
 
     def answer(
-        self, prompts: list[list[int]], setting: dict[str, Any], num_tokens: int, end: list[int]
+        self,
+        prompts: list[list[int]],
+        setting: dict[str, Any],
+        num_tokens: int,
+        end: list[int],
     ) -> Answer:
         sampling = self.vllm.SamplingParams(
             temperature=0.0, max_tokens=num_tokens, stop_token_ids=end, detokenize=False, **setting

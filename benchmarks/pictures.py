@@ -299,7 +299,10 @@ def _slots(y: int, label: str, *, length: int, num_kept: int, num_rejected: int)
 
 
 def _words(
-    y: int, label: str, tokens: Sequence[tuple[Outcome, str]], first_column: int = 0
+    y: int,
+    label: str,
+    tokens: Sequence[tuple[Outcome, str]],
+    first_column: int = 0,
 ) -> list[str]:
     """Row of tokens as boxes from a given column, after a label."""
     elements = [_text(LEFT, y + 21, label, "plain")]

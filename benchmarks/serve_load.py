@@ -104,7 +104,10 @@ async def measure(options: argparse.Namespace, num_clients: int) -> dict[str, An
 
 
 async def run_client(
-    client: httpx.AsyncClient, options: argparse.Namespace, number: int, end: float
+    client: httpx.AsyncClient,
+    options: argparse.Namespace,
+    number: int,
+    end: float,
 ) -> list[Sample]:
     """Send requests until the time is over; the last one is finished."""
     samples: list[Sample] = []
@@ -122,7 +125,10 @@ async def run_client(
 
 
 async def send(
-    client: httpx.AsyncClient, options: argparse.Namespace, text: str, sample: Sample
+    client: httpx.AsyncClient,
+    options: argparse.Namespace,
+    text: str,
+    sample: Sample,
 ) -> None:
     """One request, as a stream."""
     body = {

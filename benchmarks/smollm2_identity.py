@@ -73,7 +73,10 @@ def main() -> None:
 
 
 def compare(
-    dtype: str, prompts: Texts, eos: list[int], options: argparse.Namespace
+    dtype: str,
+    prompts: Texts,
+    eos: list[int],
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """For each of our methods, how many answers are those of `generate`, and where others split."""
     reference: Any = AutoModelForCausalLM.from_pretrained(
@@ -111,7 +114,10 @@ def generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
 
 
 def our_answers(
-    target: LanguageModel, prompts: Texts, eos: list[int], options: argparse.Namespace
+    target: LanguageModel,
+    prompts: Texts,
+    eos: list[int],
+    options: argparse.Namespace,
 ) -> dict[str, Texts]:
     """All our methods: one by one and in ragged batches, standard and with lookup."""
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "eos": eos}
@@ -135,7 +141,11 @@ def our_answers(
 
 
 def find_splits(
-    target: LanguageModel, prompts: Texts, expected: Texts, answers: Texts, num_draft_tokens: int
+    target: LanguageModel,
+    prompts: Texts,
+    expected: Texts,
+    answers: Texts,
+    num_draft_tokens: int,
 ) -> list[dict[str, Any]]:
     """The first divergence of each answer that is not the expected one, with its verdict."""
     splits = []

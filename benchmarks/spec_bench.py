@@ -35,7 +35,9 @@ def mixed(prompts: dict[str, list[list[int]]], number: int) -> list[list[int]]:
 
 
 def check_same(
-    options: Mapping[str, Any], manifests: Iterable[Mapping[str, Any]], names: Sequence[str]
+    options: Mapping[str, Any],
+    manifests: Iterable[Mapping[str, Any]],
+    names: Sequence[str],
 ) -> None:
     """Exit unless runs that are shown together have the same settings.
 

@@ -205,7 +205,9 @@ def _ratio_text(cells: peers_tables.Cells, baseline: peers_tables.Cells) -> str:
 
 
 def table_of(
-    make_table: Callable[[Any], str], record: str, part: str = "rows"
+    make_table: Callable[[Any], str],
+    record: str,
+    part: str = "rows",
 ) -> Callable[[], str]:
     """A function that makes this table from a part of a record."""
     return lambda: make_table(read_record(record)[part])

@@ -167,7 +167,11 @@ class SpeculativeDecoder:
 
     @classmethod
     def load(
-        cls, source: PairSource, *, num_draft_tokens: WindowChoice | None = None, pack: bool = True
+        cls,
+        source: PairSource,
+        *,
+        num_draft_tokens: WindowChoice | None = None,
+        pack: bool = True,
     ) -> SpeculativeDecoder:
         """Load the models that a `PairSource` names.
 
@@ -484,7 +488,10 @@ class SpeculativeDecoder:
         return self._adaptive_window(self.ready(), config, batch_size)
 
     def _adaptive_window(
-        self, pair: tuple[LanguageModel, Drafter], config: DecodingConfig, batch_size: int
+        self,
+        pair: tuple[LanguageModel, Drafter],
+        config: DecodingConfig,
+        batch_size: int,
     ) -> Window:
         from lightning_specdec.decoding.calibration import load_or_measure
 
@@ -537,7 +544,10 @@ class SpeculativeDecoder:
             return self._add_text(result)
 
     def stream(
-        self, prompts: TextPrompts, config: Config = None, **changes: Any
+        self,
+        prompts: TextPrompts,
+        config: Config = None,
+        **changes: Any,
     ) -> Iterator[tuple[int, int]]:
         """Decode speculatively; yields (prompt number, token) after each round.
 
@@ -546,7 +556,10 @@ class SpeculativeDecoder:
         return stream(self.session(prompts, config, **changes))
 
     def stream_text(
-        self, prompts: TextPrompts, config: Config = None, **changes: Any
+        self,
+        prompts: TextPrompts,
+        config: Config = None,
+        **changes: Any,
     ) -> TextPieces:
         """Decode speculatively; yields text after each round.
 
@@ -584,7 +597,10 @@ class SpeculativeDecoder:
         return generate_with(self, inputs, generation_config, streamer, options)
 
     def as_generate(
-        self, *, streamer: Any = None, stop_strings: str | Sequence[str] = ()
+        self,
+        *,
+        streamer: Any = None,
+        stop_strings: str | Sequence[str] = (),
     ) -> BoundGenerate:
         """This decoder as the argument `custom_generate` of its target's `generate`.
 

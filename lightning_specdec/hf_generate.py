@@ -185,7 +185,12 @@ class BoundGenerate:
     """The function that `SpeculativeDecoder.as_generate` returns."""
 
     def __init__(
-        self, decoder: SpeculativeDecoder, streamer: Any, stop_strings: Any, *, knows_mask: bool
+        self,
+        decoder: SpeculativeDecoder,
+        streamer: Any,
+        stop_strings: Any,
+        *,
+        knows_mask: bool,
     ) -> None:
         self.decoder = decoder
         self.streamer = streamer
@@ -273,7 +278,9 @@ def _check_options(decoder: SpeculativeDecoder, options: dict[str, Any]) -> None
 
 
 def _pad_token(
-    decoder: SpeculativeDecoder, options: Mapping[str, Any], configs: Sequence[GenerationConfig]
+    decoder: SpeculativeDecoder,
+    options: Mapping[str, Any],
+    configs: Sequence[GenerationConfig],
 ) -> int | None:
     pad_token = options.get("pad_token_id")
     if pad_token is None:
@@ -381,7 +388,11 @@ class _PaddedProcessor:
     """
 
     def __init__(
-        self, processor: Any, row_index: int, columns: Tensor, is_real: Sequence[bool]
+        self,
+        processor: Any,
+        row_index: int,
+        columns: Tensor,
+        is_real: Sequence[bool],
     ) -> None:
         if _kind(processor) == _CONSTRAINED:
             # This processor counts rows; here it gets a single one.
@@ -620,7 +631,9 @@ def _kind(processor: Any) -> str:
 
 
 def _translated(
-    processors: Sequence[Any], is_sampled: bool, has_ties: bool
+    processors: Sequence[Any],
+    is_sampled: bool,
+    has_ties: bool,
 ) -> tuple[dict[str, Any], list[Any]]:
     """How tokens are drawn: settings of `Sampling`, and the processors that run before it.
 

@@ -33,7 +33,11 @@ class HotterThanReported(ModelDrafter):
     """Reports its probabilities at another temperature than it draws at."""
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         draft = super().propose(state, replace(request, wants_logits=True), windows, sampling)
         assert draft.logits is not None
@@ -45,7 +49,11 @@ class ArgmaxReportedSoft(ModelDrafter):
     """Proposes its argmax and reports its softmax, as a well-known library did."""
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         draft = super().propose(state, replace(request, wants_logits=True), windows, Sampling(0.0))
         assert draft.logits is not None
@@ -56,7 +64,11 @@ class ReportsTheFirstAgain(ModelDrafter):
     """Reports the first draft token's distribution for all of them."""
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
         assert draft.probs is not None
@@ -67,7 +79,11 @@ class OneNumberForAll(ModelDrafter):
     """Draws all draft tokens of a round with the number of the first."""
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         assert request.uniform is not None
         request = replace(request, uniform=request.uniform[:, :1].expand_as(request.uniform))
@@ -84,7 +100,11 @@ class PrivateNumbers(ModelDrafter):
         return torch.rand(uniform.shape, generator=self.generator)
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         if request.uniform is not None:
             request = replace(request, uniform=self.numbers(request.uniform))
@@ -126,14 +146,22 @@ MORE_DRAFTERS: dict[str, type[ModelDrafter]] = {
 
 
 def _logits_of_previous_position(
-    self: Verification, rows: Any, draft: Draft, logits: Tensor, *arguments: Any
+    self: Verification,
+    rows: Any,
+    draft: Draft,
+    logits: Tensor,
+    *arguments: Any,
 ) -> Tensor:
     shifted_logits = torch.cat((logits[:, :1], logits[:, :-1]), dim=1)
     return _judge_round(self, rows, draft, shifted_logits, *arguments)
 
 
 def _logits_of_another_row(
-    self: Verification, rows: Any, draft: Draft, logits: Tensor, *arguments: Any
+    self: Verification,
+    rows: Any,
+    draft: Draft,
+    logits: Tensor,
+    *arguments: Any,
 ) -> Tensor:
     return _judge_round(self, rows, draft, logits.roll(1, dims=0), *arguments)
 
@@ -185,7 +213,11 @@ def _commit_without_eos(self: Request, *arguments: Any, **options: Any) -> list[
 
 
 def _commit_without_eos_at_the_end(
-    self: Request, drafted: list[int], num_accepted: int, *arguments: Any, **options: Any
+    self: Request,
+    drafted: list[int],
+    num_accepted: int,
+    *arguments: Any,
+    **options: Any,
 ) -> Any:
     """A correction or bonus token that is EOS does not end its row."""
     if any(token in self.eos for token in drafted[:num_accepted]):

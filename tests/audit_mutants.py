@@ -42,7 +42,11 @@ class Mutant(RejectionSampling):
     """
 
     def keeps(
-        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+        self,
+        noise: Tensor,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        tokens: Tensor,
     ) -> Tensor:
         """Which of the K draft tokens are kept."""
         draft_prob = prob_of(tokens, draft_probs)
@@ -70,7 +74,11 @@ class Mutant(RejectionSampling):
         return sampling.probs(logits)
 
     def judge(
-        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+        self,
+        draft: Draft,
+        target_logits: Tensor,
+        sampling: Sampling,
+        noise: Tensor | None,
     ) -> Verdict:
         accepting_probs = self.accepting_probs(target_logits, sampling)
         correcting_probs = self.correcting_probs(target_logits, sampling)
@@ -135,7 +143,11 @@ class AcceptanceShifted(Mutant):
     """Tests each draft token against the target's probabilities of the next position."""
 
     def keeps(
-        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+        self,
+        noise: Tensor,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        tokens: Tensor,
     ) -> Tensor:
         shifted_probs = torch.cat((target_probs[:, 1:], target_probs[:, -1:]), dim=1)
         return super().keeps(noise, shifted_probs, draft_probs, tokens)
@@ -143,7 +155,11 @@ class AcceptanceShifted(Mutant):
 
 class LastNeverTested(Mutant):
     def keeps(
-        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+        self,
+        noise: Tensor,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        tokens: Tensor,
     ) -> Tensor:
         kept = super().keeps(noise, target_probs, draft_probs, tokens)
         kept[:, -1] = True
@@ -152,7 +168,11 @@ class LastNeverTested(Mutant):
 
 class FirstAlwaysKept(Mutant):
     def keeps(
-        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+        self,
+        noise: Tensor,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        tokens: Tensor,
     ) -> Tensor:
         kept = super().keeps(noise, target_probs, draft_probs, tokens)
         kept[:, 0] = True
@@ -161,7 +181,11 @@ class FirstAlwaysKept(Mutant):
 
 class RatioSwapped(Mutant):
     def keeps(
-        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+        self,
+        noise: Tensor,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        tokens: Tensor,
     ) -> Tensor:
         draft_prob = prob_of(tokens, draft_probs)
         target_prob = prob_of(tokens, target_probs[:, :-1])
@@ -172,14 +196,22 @@ class KeptIfTargetIsSurer(Mutant):
     """Keeps no draft token that the draft prefers more than the target does."""
 
     def keeps(
-        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+        self,
+        noise: Tensor,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        tokens: Tensor,
     ) -> Tensor:
         return prob_of(tokens, draft_probs) <= prob_of(tokens, target_probs[:, :-1])
 
 
 class KeepsAHundredThousandthMore(Mutant):
     def keeps(
-        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+        self,
+        noise: Tensor,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        tokens: Tensor,
     ) -> Tensor:
         return super().keeps(noise, target_probs + 1e-5, draft_probs, tokens)
 
@@ -198,7 +230,11 @@ class AcceptsByTheDraftsNumber(Mutant):
     """Keeps by the number that the draft token was drawn with."""
 
     def keeps(
-        self, noise: Tensor, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor
+        self,
+        noise: Tensor,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        tokens: Tensor,
     ) -> Tensor:
         wrong_noise = noise.clone()
         wrong_noise[..., Purpose.ACCEPT] = noise[..., Purpose.DRAFT]
@@ -216,7 +252,11 @@ class KeepsTheSecondBest(ExactMatch):
     """Also keeps a draft token that is the target's second choice."""
 
     def judge(
-        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+        self,
+        draft: Draft,
+        target_logits: Tensor,
+        sampling: Sampling,
+        noise: Tensor | None,
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         second_choices = sampling.probs(target_logits[:, :-1]).topk(2).indices[..., 1]
@@ -229,7 +269,11 @@ class DecidesAtRandom(RejectionSampling):
     generator = torch.Generator().manual_seed(0)
 
     def judge(
-        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+        self,
+        draft: Draft,
+        target_logits: Tensor,
+        sampling: Sampling,
+        noise: Tensor | None,
     ) -> Verdict:
         if noise is not None:
             noise = torch.rand(noise.shape, generator=self.generator)

@@ -93,7 +93,10 @@ class Wrapped(LanguageModel):
         return self.model.init_state(batch_size, max_length)
 
     def forward(
-        self, tokens: torch.Tensor, state: DecodeState | None = None, **options: Any
+        self,
+        tokens: torch.Tensor,
+        state: DecodeState | None = None,
+        **options: Any,
     ) -> ModelOutput:
         return self.model(tokens, state, **options)
 
@@ -107,7 +110,10 @@ class FirstRowFails(Wrapped):
     num_calls = 0
 
     def forward(
-        self, tokens: torch.Tensor, state: DecodeState | None = None, **options: Any
+        self,
+        tokens: torch.Tensor,
+        state: DecodeState | None = None,
+        **options: Any,
     ) -> ModelOutput:
         output = super().forward(tokens, state, **options)
         self.num_calls += 1
@@ -132,7 +138,11 @@ class AlwaysWrong(ScriptedDrafter):
         self.target = target
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         outputs = [self.target(torch.tensor([text])) for text in request.texts]
         logits = torch.cat([output.logits[:, -1] for output in outputs])
@@ -150,7 +160,11 @@ class Repeater(ScriptedDrafter):
     """Repeats the last token: certain drafts, no probabilities, no logits."""
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         return Draft(request.last_two_tokens[:, 1:].expand(-1, max(windows)), torch.tensor(windows))
 
@@ -162,7 +176,11 @@ class Ragged(ModelDrafter):
     """
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
         lengths = []
@@ -362,7 +380,10 @@ def _on_cpu(name: str) -> LanguageModel:
 
 @functools.cache
 def standard(
-    target_name: str, sampling: Sampling, max_new_tokens: int, eos: int | None = EOS
+    target_name: str,
+    sampling: Sampling,
+    max_new_tokens: int,
+    eos: int | None = EOS,
 ) -> DecodeResult:
     """The result of standard decoding for `PROMPTS`, which equals that of the slow oracle."""
     model = target(target_name)
@@ -499,7 +520,10 @@ def shared(turns: Sequence[Any], target_name: str, drafter_name: str) -> Sequenc
 
 
 def in_turn(
-    values: Sequence[Any], others: Sequence[Any], target_name: str, drafter_name: str
+    values: Sequence[Any],
+    others: Sequence[Any],
+    target_name: str,
+    drafter_name: str,
 ) -> list[tuple[Any, Any]]:
     """Pairs of two settings that do not depend on each other, fewer than all with all.
 

@@ -80,7 +80,11 @@ def _put_test_tensors_on(device: str) -> None:
 
     class TestTensors(TorchFunctionMode):
         def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            self,
+            func: Any,
+            types: Any,
+            args: Any = (),
+            kwargs: Any = None,
         ) -> Any:
             options = kwargs or {}
             result = func(*args, **options)

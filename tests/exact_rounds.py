@@ -231,7 +231,11 @@ class NoResidual(RejectionSampling):
     """Biased: draws corrections from the target itself, so the draft's favorites are too likely."""
 
     def judge(
-        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+        self,
+        draft: Draft,
+        target_logits: Tensor,
+        sampling: Sampling,
+        noise: Tensor | None,
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         target_tokens = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
@@ -242,7 +246,11 @@ class BonusFromDraft(RejectionSampling):
     """Biased: draws the bonus token from the draft's last distribution."""
 
     def judge(
-        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+        self,
+        draft: Draft,
+        target_logits: Tensor,
+        sampling: Sampling,
+        noise: Tensor | None,
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         if draft.probs is not None and noise is not None:

@@ -115,7 +115,9 @@ def report_of(rows: Sequence[Record], **manifest: Any) -> Report:
 
 
 def write_results(
-    directory: Path, rows: Sequence[Record], manifest: Mapping[str, Any] = MANIFEST
+    directory: Path,
+    rows: Sequence[Record],
+    manifest: Mapping[str, Any] = MANIFEST,
 ) -> Path:
     """A results directory."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,11 @@ class Machine:
     NOISE = 0.03
 
     def __init__(
-        self, rng: random.Random, burst_rate: float, burst_seconds: float, burst_factor: float
+        self,
+        rng: random.Random,
+        burst_rate: float,
+        burst_seconds: float,
+        burst_factor: float,
     ) -> None:
         self.rng = rng
         self.burst_rate = burst_rate

@@ -90,7 +90,9 @@ def use_sgd(module: SpeculativeTraining) -> None:
 
 
 def trained_weights(
-    recipe: Callable[[], SpeculativeTraining], batch_size: int, **options: Any
+    recipe: Callable[[], SpeculativeTraining],
+    batch_size: int,
+    **options: Any,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """The weights after one epoch, and the loss of every optimizer step."""
     torch.manual_seed(0)
@@ -127,7 +129,10 @@ def test_accumulated_batches_of_different_lengths_train_as_one_large_batch(
 
 
 def train_in_two_processes(
-    recipe: Callable[[], SpeculativeTraining], batch_size: int, home: Path, **options: Any
+    recipe: Callable[[], SpeculativeTraining],
+    batch_size: int,
+    home: Path,
+    **options: Any,
 ) -> tuple[dict[str, Tensor], list[float]]:
     with socket.socket() as free_socket:
         free_socket.bind(("127.0.0.1", 0))
@@ -160,7 +165,9 @@ def train_in_two_processes(
 @pytest.mark.parametrize("num_accumulated", [1, 2])
 @pytest.mark.parametrize("recipe", [pair, trained_target])
 def test_two_processes_with_rows_of_different_lengths_train_as_one(
-    recipe: Callable[[], SpeculativeTraining], num_accumulated: int, tmp_path: Path
+    recipe: Callable[[], SpeculativeTraining],
+    num_accumulated: int,
+    tmp_path: Path,
 ) -> None:
     weights, losses = trained_weights(recipe, 4 * num_accumulated)
     distributed_weights, step_losses = train_in_two_processes(
@@ -261,7 +268,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> InterruptedTraini
     ],
 )
 def test_a_run_that_stops_between_the_batches_of_a_step_resumes_at_the_first_of_them(
-    moment: str, batch_to_stop: int, uninterrupted: InterruptedTraining, tmp_path: Path
+    moment: str,
+    batch_to_stop: int,
+    uninterrupted: InterruptedTraining,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(InterruptedRunError):
         train(InterruptedTraining(moment, batch_to_stop), tmp_path)

@@ -47,7 +47,11 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_adapter(
-    path: str, model_path: str, config: peft.PeftConfig | None = None, *, seed: int = 1
+    path: str,
+    model_path: str,
+    config: peft.PeftConfig | None = None,
+    *,
+    seed: int = 1,
 ) -> str:
     """Write an adapter with weights large enough to change the output."""
     model = AutoModelForCausalLM.from_pretrained(model_path)

@@ -62,7 +62,9 @@ BAD_ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("prompts", "options", "message"), BAD_ARGUMENTS, ids=str)
 def test_bad_prompts_and_settings_are_refused_by_both_methods(
-    prompts: Any, options: dict[str, Any], message: str
+    prompts: Any,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     arguments: dict[str, Any] = {"max_new_tokens": 4, **options}
     with pytest.raises(ValueError, match=message):

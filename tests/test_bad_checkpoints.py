@@ -162,7 +162,10 @@ LARGE: dict[str, Callable[[], object]] = {
     ],
 )
 def test_a_small_checkpoint_that_would_fill_any_memory_is_refused_before_it_is_copied(
-    ckpt: str, entry: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    ckpt: str,
+    entry: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Counting up to the real limit takes seconds.
     low_limit = archive._MAX_PLAIN_CHARACTERS // 16

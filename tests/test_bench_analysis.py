@@ -194,7 +194,11 @@ TRUE_RATIO = 1.8
 
 
 def timings(
-    rng: random.Random, num_repeats: int, num_prompts: int, *, run_noise: float
+    rng: random.Random,
+    num_repeats: int,
+    num_prompts: int,
+    *,
+    run_noise: float,
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Seconds of two methods: a machine that drifts by 10%, noise of 3%, prompts with ratios of a
     known mean.
@@ -223,7 +227,9 @@ def timings(
     [(4, 3, 0.01), (9, 3, 0.01), (9, 3, 0.2), (1, 6, 0.2)],
 )
 def test_an_interval_contains_the_truth_in_95_of_100_cases(
-    num_prompts: int, num_repeats: int, run_noise: float
+    num_prompts: int,
+    num_repeats: int,
+    run_noise: float,
 ) -> None:
     """With other seeds, fewer than 178 of 200 would at a true coverage of 0.95 in 1 of 5,000
     cases."""

@@ -60,7 +60,9 @@ def write_config(path: str, /, **changes: Any) -> None:
 
 
 def fail(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, fails: Callable[[Case], bool]
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    fails: Callable[[Case], bool],
 ) -> None:
     """Make timed runs of some cases fail."""
     run = Case.run

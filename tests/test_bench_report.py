@@ -165,7 +165,9 @@ def test_nothing_of_the_results_can_run_or_load(page: str) -> None:
     ids=["empty", "failed", "standard"],
 )
 def test_results_without_figures_still_give_a_page(
-    rows: list[Record], has_image: bool, tmp_path: Path
+    rows: list[Record],
+    has_image: bool,
+    tmp_path: Path,
 ) -> None:
     directory = write_results(tmp_path / "r", rows)
     output = succeed("report", str(directory), "--output", str(tmp_path / "out")).out

@@ -135,7 +135,9 @@ def test_results_that_were_begun_and_have_no_row_yet_begin_again(tmp_path: Path)
     ],
 )
 def test_two_configs_or_machines_under_one_name_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
+    tmp_path: Path,
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     write(tmp_path, 1)
     with pytest.raises(ValueError, match=f"cannot resume .*{message}.*another name"):

@@ -33,7 +33,10 @@ NO_INTERVAL = Interval(0.6, math.nan, math.nan)
     ],
 )
 def test_only_an_interval_that_excludes_one_says_faster_or_slower(
-    speedup: Interval | None, num_pairs: int, kind: str, text: str
+    speedup: Interval | None,
+    num_pairs: int,
+    kind: str,
+    text: str,
 ) -> None:
     verdict = judge(speedup, num_pairs)
     assert verdict.kind == kind
@@ -95,7 +98,9 @@ def test_rows_that_may_be_as_fast_as_the_best_are_named(
     ],
 )
 def test_no_row_is_marked_if_none_is_proven_faster(
-    speedup: Interval, reason: str, monkeypatch: pytest.MonkeyPatch
+    speedup: Interval,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (row,) = comparisons_of(monkeypatch, [speedup])
     choice = choose([row])

@@ -53,7 +53,10 @@ from lightning_specdec.training.distillation import DistillationTraining
 
 @torch.no_grad()
 def training_logits(
-    drafter: BlockDrafter, model: LanguageModel, text: list[int], anchor: int
+    drafter: BlockDrafter,
+    model: LanguageModel,
+    text: list[int],
+    anchor: int,
 ) -> torch.Tensor:
     """The logits that training computes for the block after the text's token at `anchor`."""
     tokens = torch.tensor([text])

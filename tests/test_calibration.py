@@ -40,7 +40,10 @@ class Clockwork(cases.Wrapped):
         self.token_seconds = token
 
     def forward(
-        self, tokens: Tensor, state: DecodeState | None = None, **options: Any
+        self,
+        tokens: Tensor,
+        state: DecodeState | None = None,
+        **options: Any,
     ) -> ModelOutput:
         Clockwork.now += self.call_seconds + self.token_seconds * tokens.shape[1]
         return super().forward(tokens, state, **options)
@@ -100,7 +103,10 @@ def test_windows_that_a_draft_would_end_early_are_measured_in_full(
     ],
 )
 def test_every_drafter_can_be_measured(
-    target: str, drafter: str, rule: Any, windows: tuple[int, ...]
+    target: str,
+    drafter: str,
+    rule: Any,
+    windows: tuple[int, ...],
 ) -> None:
     calibration = calibrate(
         cases.target(target),
@@ -156,7 +162,9 @@ def broken(**changes: Any) -> str:
     ],
 )
 def test_a_pair_whose_file_is_invalid_is_measured_again(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measuring, "calibrate", lambda *_, **__: COSTS)

@@ -324,7 +324,10 @@ def test_a_compiled_model_is_decoded_as_the_model_inside() -> None:
 
 
 def with_adapter(
-    modules: Any = ("q_proj", "down_proj"), *, seed: int = 0, **options: Any
+    modules: Any = ("q_proj", "down_proj"),
+    *,
+    seed: int = 0,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """A model, and the same with a LoRA adapter whose effect shows."""
     model = model_of()
@@ -525,7 +528,11 @@ def tied() -> Decoders:
 
 
 def check_that_a_write_counts(
-    pair: Decoders, write: Callable[[Tensor], None], path: str, *, changes_tokens: bool
+    pair: Decoders,
+    write: Callable[[Tensor], None],
+    path: str,
+    *,
+    changes_tokens: bool,
 ) -> None:
     plain_tokens = reference(pair.model)
     weight = pair.model.get_submodule(path).weight
@@ -556,7 +563,9 @@ def test_every_write_to_a_vector_counts(write: Callable[[Tensor], None], untied:
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 @pytest.mark.parametrize("write", WRITES)
 def test_every_write_to_the_output_head_counts(
-    write: Callable[[Tensor], None], kind: str, request: pytest.FixtureRequest
+    write: Callable[[Tensor], None],
+    kind: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     pair: Decoders = request.getfixturevalue(kind)
     is_large = write not in (swapped, columns_swapped)
@@ -920,7 +929,9 @@ def test_a_drafter_that_changes_with_each_call_leaves_the_target_packed() -> Non
     ("module_class", "name"), [(nn.Linear, "forward"), (nn.Module, "_call_impl")]
 )
 def test_a_replaced_function_of_torch_counts(
-    module_class: type, name: str, monkeypatch: pytest.MonkeyPatch
+    module_class: type,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoders = Decoders(model_of())
     before = decoders.check()

@@ -122,7 +122,9 @@ def test_texts_that_differ_in_their_tools_are_different_texts(tmp_path: Path) ->
     ],
 )
 def test_other_system_prompts_and_tools_are_refused_in_one_line(
-    row: dict[str, Any], message: str, tmp_path: Path
+    row: dict[str, Any],
+    message: str,
+    tmp_path: Path,
 ) -> None:
     path = write(tmp_path, {"messages": [USER, ANSWER], **row})
     for read in (lambda: find_texts([str(path)]), lambda: read_prompts(path)):

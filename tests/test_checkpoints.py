@@ -163,7 +163,9 @@ def test_the_file_is_safetensors_with_one_document_and_nothing_of_the_target() -
 
 
 def check_rounded_weights(
-    weights: dict[str, torch.Tensor], rounded_weights: dict[str, torch.Tensor], dtype: str
+    weights: dict[str, torch.Tensor],
+    rounded_weights: dict[str, torch.Tensor],
+    dtype: str,
 ) -> None:
     """Check that weights differ by no more than storing them in a dtype explains."""
     assert weights.keys() == rounded_weights.keys()
@@ -184,7 +186,9 @@ def check_rounded_weights(
     ("dtype", "max_size"), [("float16", 0.6), ("bfloat16", 0.6), ("int8", 0.45)]
 )
 def test_smaller_types_keep_what_is_computed_in(
-    dtype: str, max_size: float, tmp_path: Path
+    dtype: str,
+    max_size: float,
+    tmp_path: Path,
 ) -> None:
     pair = checkpoints.load("pair.safetensors")
     path = tmp_path / "small.safetensors"
@@ -257,7 +261,9 @@ def test_a_draft_computes_in_the_dtype_of_its_target_by_default() -> None:
     ],
 )
 def test_the_drafter_follows_from_what_is_named(
-    names: dict[str, Any], kind: str, window: int | None
+    names: dict[str, Any],
+    kind: str,
+    window: int | None,
 ) -> None:
     loaded = checkpoints.load_pair(PairSource(**names))
     assert type(loaded.drafter).__name__ == kind

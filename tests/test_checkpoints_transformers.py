@@ -53,7 +53,9 @@ def logits(model: LanguageModel) -> torch.Tensor:
 
 
 def through_a_file(
-    target: LanguageModel, drafter: Drafter | None = None, **options: Any
+    target: LanguageModel,
+    drafter: Drafter | None = None,
+    **options: Any,
 ) -> checkpoint.LoadedPair:
     checkpoint.save("a.ckpt", target, drafter or NGramDrafter(), prompts=[[1, 2]], **options)
     return checkpoint.load("a.ckpt")

@@ -38,7 +38,11 @@ def decoder(model: str) -> SpeculativeDecoder:
 
 
 def oracle(
-    decoder: SpeculativeDecoder, turns: list[str], *, system: str | None = None, **options: Any
+    decoder: SpeculativeDecoder,
+    turns: list[str],
+    *,
+    system: str | None = None,
+    **options: Any,
 ) -> list[str]:
     """Standard decoding's answers. Each reads the whole chat from the beginning."""
     messages: list[Message] = []
@@ -70,7 +74,10 @@ def printed(answers: list[str]) -> str:
 @pytest.mark.parametrize("window", ["1", "5"])
 @pytest.mark.parametrize("draft", ["lookup", "itself"])
 def test_the_answers_are_those_of_standard_decoding(
-    model: str, decoder: SpeculativeDecoder, draft: str, window: str
+    model: str,
+    decoder: SpeculativeDecoder,
+    draft: str,
+    window: str,
 ) -> None:
     draft_options = {"lookup": ["--drafter", "NGramDrafter"], "itself": ["--draft", model]}
     output = talk(model, "--num_draft_tokens", window, *draft_options[draft])
@@ -95,7 +102,9 @@ def test_a_system_prompt_precedes_the_chat_and_stop_strings_end_an_answer(
 
 @pytest.mark.parametrize("leave", ["/quit", "/exit"])
 def test_commands_begin_a_new_chat_and_leave(
-    model: str, decoder: SpeculativeDecoder, leave: str
+    model: str,
+    decoder: SpeculativeDecoder,
+    leave: str,
 ) -> None:
     answers = oracle(decoder, TURNS[:2])
     lines = [*TURNS[:2], "/help", "/reset", "", *TURNS[:2], f" {leave} ", TURNS[2]]

@@ -135,7 +135,9 @@ def test_the_answer_is_a_sentence_a_command_and_a_line_of_python() -> None:
 
 @pytest.mark.usefixtures("proven")
 def test_the_fastest_is_saved_as_a_pair_that_decodes_by_its_name(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     target = str(home / "target")

@@ -27,7 +27,10 @@ def converse(target: str, drafter: str, **options: Any) -> Conversation:
 
 
 def talk(
-    conversation: Conversation, *, cancel_at: int | None = None, num_turns: int = len(TURNS)
+    conversation: Conversation,
+    *,
+    cancel_at: int | None = None,
+    num_turns: int = len(TURNS),
 ) -> list[Request]:
     """Rows of `num_turns` turns.
 
@@ -82,7 +85,10 @@ def from_scratch(target: str, prompt: tuple[int, ...]) -> list[int]:
     ],
 )
 def test_every_answer_is_that_to_the_whole_text_read_from_scratch(
-    target: str, drafter: str, cancel_at: int | None, window: int
+    target: str,
+    drafter: str,
+    cancel_at: int | None,
+    window: int,
 ) -> None:
     """Also for answers that are stopped between two rounds."""
     conversation = converse(target, drafter, num_draft_tokens=window, eos=cases.EOS)
@@ -130,7 +136,10 @@ def test_a_turn_reads_its_own_tokens_alone(target: str, drafter: str) -> None:
     ],
 )
 def test_reading_all_again_changes_no_answer_at_any_temperature(
-    target: str, drafter: str, rule: str, monkeypatch: pytest.MonkeyPatch
+    target: str,
+    drafter: str,
+    rule: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Noise continues where the last turn ended, whether or not the states were kept."""
     options: dict[str, Any] = {"rule": rule, "temperature": 1.1, "seed": 3, "eos": cases.EOS}

@@ -31,7 +31,11 @@ class Watched(CrossVocabulary):
     largest_capacity = 0
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         draft = super().propose(state, replace(request, wants_logits=True), windows, sampling)
         assert isinstance(state, CrossDraftState) and draft.logits is not None
@@ -88,7 +92,9 @@ WORDS = [[290, 302, 270], [262], [0, 273, 280, 300], [310, 5, 5, 130, 40]]
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_two_real_tokenizers_decode_as_the_target_alone(
-    window: int, rule: type[Any], temperature: float
+    window: int,
+    rule: type[Any],
+    temperature: float,
 ) -> None:
     target, drafter = stranger()
     rule = ExactMatch if temperature else rule
@@ -130,7 +136,9 @@ def test_what_the_draft_has_read_equals_a_fresh_run(target: str) -> None:
 @pytest.mark.parametrize("rule", [ExactMatch, RejectionSampling])
 @pytest.mark.parametrize("target", ["rnn", "transformer"])
 def test_the_target_under_other_names_accepts_everything(
-    target: str, rule: type[Any], sampling: Sampling
+    target: str,
+    rule: type[Any],
+    sampling: Sampling,
 ) -> None:
     """Its tokens have other ids, and it prefers pairs, but its draft tokens are the target's."""
     model = cases.target(target)
@@ -236,7 +244,9 @@ def allowed(prefix: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("processor", [raised, forced, allowed])
 @pytest.mark.parametrize("kind", ["rnn", "transformer"])
 def test_logits_processors_may_choose_what_the_draft_lacks(
-    kind: str, processor: Any, temperature: float
+    kind: str,
+    processor: Any,
+    temperature: float,
 ) -> None:
     target, drafter = cases.target(kind), cases.drafter("cross", kind)
     options: dict[str, Any] = {

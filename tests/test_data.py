@@ -56,7 +56,9 @@ def test_a_files_sequences_are_each_in_one_split_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_faulty_file_gives_one_line(
-    tmp_path: Path, content: str | bytes | None, message: str
+    tmp_path: Path,
+    content: str | bytes | None,
+    message: str,
 ) -> None:
     path = tmp_path / "a.csv"
     if isinstance(content, str):

@@ -98,7 +98,11 @@ def test_a_dataset_of_the_hub_is_read_by_its_name(
     ],
 )
 def test_a_dataset_that_cannot_be_read_is_one_line(
-    source: str, message: str, saved: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch
+    source: str,
+    message: str,
+    saved: Path,
+    datasets: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Path("broken.parquet").write_bytes(b"PAR1")
     if source.startswith("lab/"):

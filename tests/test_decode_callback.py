@@ -25,7 +25,10 @@ def data(**arguments: Any) -> ArithmeticProgressions:
 
 
 def fit(
-    tmp_path: Path, *callbacks: Callback, max_epochs: int = 3, **options: Any
+    tmp_path: Path,
+    *callbacks: Callback,
+    max_epochs: int = 3,
+    **options: Any,
 ) -> tuple[Trainer, PairTraining]:
     """A short run of a recurrent pair, which is fast."""
     torch.manual_seed(0)
@@ -80,7 +83,10 @@ def test_a_checkpoint_can_be_chosen_by_what_was_measured(tmp_path: Path) -> None
 def test_decoding_changes_nothing_of_the_run(tmp_path: Path) -> None:
     class Modes(Callback):
         def on_train_batch_start(
-            self, trainer: Trainer, pl_module: LightningModule, *args: Any
+            self,
+            trainer: Trainer,
+            pl_module: LightningModule,
+            *args: Any,
         ) -> None:
             assert all(part.training for part in pl_module.modules())
 

@@ -72,7 +72,9 @@ def training(drafter: EagleDrafter | None = None, **options: Any) -> EagleTraini
 @pytest.mark.parametrize("prompt_length", [1, 3])
 @pytest.mark.parametrize("attention_window", [None, 4])
 def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(
-    reduced: bool, prompt_length: int, attention_window: int | None
+    reduced: bool,
+    prompt_length: int,
+    attention_window: int | None,
 ) -> None:
     drafter = fitted_eagle(
         target(), reduced=reduced, attention_window=attention_window, num_steps=60
@@ -166,7 +168,9 @@ def have_same_weights(module: EagleTraining, other_module: EagleTraining) -> boo
     "settings", [{}, {"random_lengths": True, "optimizer": "muon", "attention_window": 4}]
 )
 def test_a_run_that_was_stopped_in_an_epoch_goes_on_in_it(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It stops in the middle of a step, which is repeated."""
     batches: list[list[int]] = []
@@ -274,7 +278,10 @@ def random_case(num_missing: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def values_and_gradient(
-    loss: DraftLoss, logits: Tensor, log_probs: Tensor, labels: Tensor
+    loss: DraftLoss,
+    logits: Tensor,
+    log_probs: Tensor,
+    labels: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each position, and the gradient of their sum."""
     logits = logits.clone().requires_grad_()

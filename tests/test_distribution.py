@@ -95,7 +95,9 @@ def error_of_round(
 )
 @pytest.mark.parametrize("sampling_name", SAMPLINGS)
 def test_a_round_of_rejection_sampling_has_exactly_the_targets_distribution(
-    sampling_name: str, proposal_name: str, draft_length: int
+    sampling_name: str,
+    proposal_name: str,
+    draft_length: int,
 ) -> None:
     sampling = SAMPLINGS[sampling_name]
     proposal = HONEST[proposal_name](sampling)

@@ -94,7 +94,9 @@ def fitted_heads() -> MedusaTraining:
     ids=["layers", "small model", "exit", "exit, reduced", "heads", "heads, reduced"],
 )
 def test_a_few_steps_raise_the_acceptance_and_leave_the_target_as_it_is(
-    make: Any, options: dict[str, Any], num_steps: int
+    make: Any,
+    options: dict[str, Any],
+    num_steps: int,
 ) -> None:
     torch.manual_seed(0)
     if "draft" in options:

@@ -149,7 +149,9 @@ CHANGES: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_run_does_not_go_on_with_other_settings(
-    trained: tuple[Path, Outcome], monkeypatch: pytest.MonkeyPatch, change: str
+    trained: tuple[Path, Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
 ) -> None:
     directory, _ = trained
     monkeypatch.chdir(directory)
@@ -167,7 +169,9 @@ def test_a_run_does_not_go_on_with_other_settings(
 
 
 def test_a_run_goes_on_with_the_same_settings(
-    trained: tuple[Path, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Path, Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory, _ = trained
     monkeypatch.chdir(tmp_path)

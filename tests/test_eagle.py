@@ -44,7 +44,11 @@ def windowed(drafter: EagleDrafter, attention_window: int | None) -> EagleDrafte
 
 
 def proposed(
-    drafter: FeatureDrafter, model: LanguageModel, text: list[int], read: int, window: int
+    drafter: FeatureDrafter,
+    model: LanguageModel,
+    text: list[int],
+    read: int,
+    window: int,
 ) -> Any:
     """The draft after a text whose first `read` tokens the target has read in a separate call."""
     with torch.inference_mode():
@@ -70,7 +74,10 @@ def proposed(
 
 @torch.no_grad()
 def rolled(
-    drafter: EagleDrafter, model: LanguageModel, text: list[int], window: int
+    drafter: EagleDrafter,
+    model: LanguageModel,
+    text: list[int],
+    window: int,
 ) -> torch.Tensor:
     """The logits of training's rollouts for the last tokens of a text, a round's draft."""
     tokens = torch.tensor([text])
@@ -90,7 +97,9 @@ def rolled(
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("attention_window", [None, 6, 3, 1])
 def test_drafts_are_those_of_the_rollouts_that_it_is_trained_on(
-    name: str, reduced: bool, attention_window: int | None
+    name: str,
+    reduced: bool,
+    attention_window: int | None,
 ) -> None:
     model = target(name)
     drafter = windowed(fitted_eagle(model, reduced=reduced), attention_window)
@@ -267,7 +276,9 @@ def test_nan_after_a_rejection_changes_no_draft() -> None:
 @pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS], ids=len)
 @pytest.mark.parametrize("bound", [0.3, 0.5, 1.0])
 def test_a_draft_that_ends_early_costs_no_pass_after_its_end(
-    bound: float, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    bound: float,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also beside rows that have ended and need no draft tokens."""
     passes = []

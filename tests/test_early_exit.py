@@ -69,7 +69,9 @@ def idle_above(family: str, num_layers: int) -> HuggingFaceLM:
 @pytest.mark.parametrize(("exit_layer", "temperature"), [(1, 0.9), (2, 0.0)])
 @every_family
 def test_its_rounds_are_those_of_the_cut_off_model_as_a_draft(
-    family: str, exit_layer: int, temperature: float
+    family: str,
+    exit_layer: int,
+    temperature: float,
 ) -> None:
     """Drafts, verdicts and draws are equal, although the cut-off model has its own KV cache."""
     target = ours(family)
@@ -179,7 +181,11 @@ class Listening(EarlyExitDrafter):
         self.num_spoilt = 0
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
         assert draft.exit_states is not None

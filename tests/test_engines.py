@@ -170,7 +170,9 @@ def test_a_block_drafter_is_written_as_dspark(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("fault", ["embed_tokens", "k_norm", "v_proj", "markov_w1", "hidden_norm"])
 def test_what_dspark_would_compute_otherwise_is_not_written(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     block_tensors = engine_heads.block_tensors
 
@@ -267,7 +269,9 @@ def test_a_draft_model_is_one_of_transformers_with_its_tokenizer(tmp_path: Path)
     "fault", ["queries for keys", "another layer", "no norms", "a token further"]
 )
 def test_what_an_engine_would_compute_otherwise_is_not_written(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The reader detects an error of the writer, because it shares no code with it."""
     eagle_tensors = engine_heads.eagle_tensors
@@ -326,7 +330,10 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize("engine, drafter, message", REFUSED)
 def test_what_an_engine_cannot_run_is_refused_with_what_is_needed(
-    engine: str, drafter: Drafter, message: str, tmp_path: Path
+    engine: str,
+    drafter: Drafter,
+    message: str,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(ValueError, match=message) as error:
         engines.export(tmp_path / "out", drafter, TARGET, engine)
@@ -537,7 +544,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", list(HOSTILE))
 def test_a_directory_that_is_torn_or_lies_is_refused_in_one_line(
-    name: str, exported: Path, tmp_path: Path
+    name: str,
+    exported: Path,
+    tmp_path: Path,
 ) -> None:
     damage, message = HOSTILE[name]
     directory = Path(shutil.copytree(exported, tmp_path / "head"))

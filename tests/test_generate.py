@@ -26,7 +26,10 @@ __all__ = ["corpus", "target"]
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
 def test_every_row_is_what_the_target_decodes_alone(
-    target: str, corpus: Path, tmp_path: Path, num_draft_tokens: int
+    target: str,
+    corpus: Path,
+    tmp_path: Path,
+    num_draft_tokens: int,
 ) -> None:
     if num_draft_tokens:
         source = PromptFiles(prompt_file(tmp_path))
@@ -62,7 +65,9 @@ def test_every_row_is_what_the_target_decodes_alone(
 
 @pytest.mark.parametrize("shard_size", [4, 64])
 def test_one_process_and_two_write_the_same_rows(
-    target: str, tmp_path: Path, shard_size: int
+    target: str,
+    tmp_path: Path,
+    shard_size: int,
 ) -> None:
     source = prompt_file(tmp_path)
     written = [
@@ -147,7 +152,10 @@ def command(target: str, *more: str) -> tuple[str, ...]:
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_is_finished(
-    target: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)

@@ -98,7 +98,9 @@ def command(target: str, engine: str, *more: str) -> tuple[str, ...]:
 
 
 def test_greedy_text_is_the_same_whoever_writes_it_and_a_run_goes_on(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     expected = generate(
@@ -171,7 +173,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_what_a_server_must_not_answer_is_one_line(
-    fault: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)
@@ -246,7 +251,10 @@ HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 
 @pytest.mark.parametrize("fault", ["", "no memory for the cache"])
 def test_an_engine_by_its_python_is_started_for_the_run_and_ended(
-    fault: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path)

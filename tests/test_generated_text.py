@@ -56,7 +56,9 @@ def loaded(data: TokenData) -> dict[str, list[tuple[list[int], int]]]:
 
 
 def test_the_splits_have_every_row_once_and_share_no_prompt(
-    target: str, corpus: Path, tmp_path: Path
+    target: str,
+    corpus: Path,
+    tmp_path: Path,
 ) -> None:
     again = generate(
         target,
@@ -122,7 +124,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_faulty_corpus_is_refused_by_one_line_that_names_it(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(corpus, tmp_path / "text")

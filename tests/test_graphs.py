@@ -103,7 +103,9 @@ def test_recorded_rounds_decide_as_unrecorded_ones(name: str, rule: str, samplin
 @pytest.mark.parametrize("sampling", ["greedy", "hot"])
 @pytest.mark.parametrize("name", ["standard", "near", "early_exit", "heads"])
 def test_recordings_serve_every_token_and_every_later_session(
-    name: str, sampling: str, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    sampling: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if a batch shrinks by halves, and if the next text is longer."""
     recordings: list[Any] = []
@@ -218,7 +220,9 @@ COMING_AND_GOING = [
 @pytest.mark.parametrize(("sampling", "eos"), [("greedy", cases.EOS), ("hot", None)])
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads", "lookup_exit"])
 def test_pipelined_rounds_are_those_that_the_host_asks_for(
-    name: str, sampling: str, eos: Any
+    name: str,
+    sampling: str,
+    eos: Any,
 ) -> None:
     options: dict[str, Any] = {
         "max_length": 90,
@@ -293,7 +297,9 @@ INTERRUPTED = {
     ],
 )
 def test_a_session_goes_on_after_ctrl_c_while_a_round_is_pipelined(
-    name: str, method: str, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = cases.target("llama")
     options: dict[str, Any] = {"sampling": SAMPLINGS["hot"], "seed": 2}
@@ -438,7 +444,9 @@ def test_adaptive_windows_are_pipelined_if_rows_share_them(
 @pytest.mark.parametrize("sampling", [*SAMPLINGS])
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_standard_decoding_launches_the_next_call_before_it_reads_a_token(
-    sampling: str, logprobs: bool, monkeypatch: pytest.MonkeyPatch
+    sampling: str,
+    logprobs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options: dict[str, Any] = {
         "max_new_tokens": 20,

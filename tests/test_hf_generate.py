@@ -88,7 +88,10 @@ def generate_row_by_row(inputs: dict[str, Tensor], **options: Any) -> list[list[
 
 
 def output_of(
-    inputs: dict[str, Tensor], new_tokens: list[list[int]], *, pad_token: int = 0
+    inputs: dict[str, Tensor],
+    new_tokens: list[list[int]],
+    *,
+    pad_token: int = 0,
 ) -> list[list[int]]:
     """What a call returns: the prompts as passed, the new tokens after them, then padding."""
     num_columns = max(len(row) for row in new_tokens)

@@ -225,7 +225,9 @@ def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str) -> None:
     ],
 )
 def test_a_model_that_is_no_decoder_or_takes_no_masks_is_refused_by_name(
-    family: str, sizes: dict[str, Any], words: str
+    family: str,
+    sizes: dict[str, Any],
+    words: str,
 ) -> None:
     implementation = sizes.pop("_attn_implementation", None)
     with torch.device("meta"):

@@ -71,7 +71,9 @@ def test_a_directory_of_every_architecture_gives_the_model_that_was_saved(
 
 @pytest.mark.parametrize("shard_size", [None, "20KB"])
 def test_weights_in_one_or_several_files_are_one_model_and_one_sha256(
-    shard_size: str | None, plain: Path, tmp_path: Path
+    shard_size: str | None,
+    plain: Path,
+    tmp_path: Path,
 ) -> None:
     path = Path(write(tmp_path / "llama", shard_size=shard_size))
     files = sorted(path.glob("model*.safetensors"))
@@ -260,7 +262,9 @@ def test_nothing_big_is_downloaded_for_a_memory_that_cannot_hold_it(
     [("gated", "gated"), ("private", "401"), ("unknown", "404"), ("broken", "500")],
 )
 def test_an_error_of_the_hub_is_reported_in_one_line_immediately(
-    on_hub: list[str], name: str, message: str
+    on_hub: list[str],
+    name: str,
+    message: str,
 ) -> None:
     assert message in refusal(f"lab/{name}")
 
@@ -269,7 +273,9 @@ def test_an_error_of_the_hub_is_reported_in_one_line_immediately(
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_a_model_takes_what_was_foretold_without_reading_its_weights(
-    family: str, tied: bool, tmp_path: Path
+    family: str,
+    tied: bool,
+    tmp_path: Path,
 ) -> None:
     path = write(tmp_path / family, family, tie_word_embeddings=tied)
     examined, model = examine(path, dtype="bfloat16"), load_model(path, dtype="bfloat16")

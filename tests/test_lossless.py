@@ -73,7 +73,10 @@ def test_standard_decoding_equals_the_slow_oracle(target: str, sampling: Samplin
     ],
 )
 def test_greedy_speculative_equals_autoregressive(
-    target: str, drafter: str, window: int, rule: str
+    target: str,
+    drafter: str,
+    window: int,
+    rule: str,
 ) -> None:
     """At temperature 0 the output depends neither on the window nor on the rule."""
     result = cases.decode(
@@ -111,7 +114,10 @@ def test_the_prompts_of_the_law_above_stop_at_eos_inside_a_block_and_at_their_le
     ],
 )
 def test_a_window_larger_than_what_is_wanted_gives_no_token_too_many(
-    target: str, drafter: str, max_new_tokens: int, rule: str
+    target: str,
+    drafter: str,
+    max_new_tokens: int,
+    rule: str,
 ) -> None:
     result = cases.decode(
         target, drafter, max_new_tokens=max_new_tokens, num_draft_tokens=8, rule=rule
@@ -131,7 +137,10 @@ def test_a_window_larger_than_what_is_wanted_gives_no_token_too_many(
     ],
 )
 def test_exact_match_equals_autoregressive_at_every_temperature(
-    target: str, drafter: str, sampling: str, window: int
+    target: str,
+    drafter: str,
+    sampling: str,
+    window: int,
 ) -> None:
     result = cases.decode(
         target,
@@ -158,7 +167,9 @@ def test_exact_match_equals_autoregressive_at_every_temperature(
     ],
 )
 def test_a_drafter_that_is_the_target_accepts_everything(
-    target: str, window_and_rule: tuple[int, str], sampling: Sampling
+    target: str,
+    window_and_rule: tuple[int, str],
+    sampling: Sampling,
 ) -> None:
     window, rule = window_and_rule
     result = speculative_decode(
@@ -188,7 +199,9 @@ def test_the_fused_target_as_the_draft_accepts_everything(target: str) -> None:
 @pytest.mark.parametrize(("rule", "sampling"), SURELY_WRONG)
 @pytest.mark.parametrize("target", cases.MODELS)
 def test_a_drafter_that_is_always_wrong_costs_target_calls_but_no_token(
-    target: str, rule: str, sampling: Sampling
+    target: str,
+    rule: str,
+    sampling: Sampling,
 ) -> None:
     result = cases.decode(
         target, "wrong", max_new_tokens=8, num_draft_tokens=3, rule=rule, sampling=sampling
@@ -281,7 +294,10 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "sizes", "wrong", "message"), WRONG, ids=str)
 def test_settings_that_make_no_sense_are_refused(
-    kind: str, sizes: dict[str, Any], wrong: dict[str, Any], message: str
+    kind: str,
+    sizes: dict[str, Any],
+    wrong: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ValueError, match=message):
         DRAFTERS.load(kind)(**{**sizes, **wrong})
@@ -306,7 +322,9 @@ def test_settings_that_make_no_sense_are_refused(
     ],
 )
 def test_an_exit_that_the_target_does_not_have_is_refused(
-    target: str, settings: dict[str, Any], message: str
+    target: str,
+    settings: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ValueError, match=message):
         DRAFTERS.load("EarlyExitDrafter").for_target(cases.target(target), **settings)

@@ -26,7 +26,11 @@ def vocabulary(*pieces: bytes) -> Vocabulary:
 
 
 def model(
-    vocab_size: int, names: Vocabulary | None = None, *, kind: str = "rnn", seed: int = 1
+    vocab_size: int,
+    names: Vocabulary | None = None,
+    *,
+    kind: str = "rnn",
+    seed: int = 1,
 ) -> LanguageModel:
     built = cases.MODELS[kind](seed, vocab_size=vocab_size)
     built.vocabulary = names
@@ -59,7 +63,11 @@ def combinations() -> list[tuple[int, int, str, str, Sampling]]:
     ("draft_size", "target_size", "kind", "rule", "sampling"), combinations(), ids=str
 )
 def test_models_of_one_vocabulary_and_padded_outputs_fit(
-    draft_size: int, target_size: int, kind: str, rule: str, sampling: Sampling
+    draft_size: int,
+    target_size: int,
+    kind: str,
+    rule: str,
+    sampling: Sampling,
 ) -> None:
     """The random target generates its padding rows too, which a smaller draft cannot embed."""
     target = model(target_size, TOKENS, kind=kind)

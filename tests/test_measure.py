@@ -188,7 +188,11 @@ class Failing(cases.Repeater):
         self.error = error
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         if max(windows) == self.window and len(request.texts[0]) == 2:
             raise self.error
@@ -199,7 +203,11 @@ class KeepsAll(ExactMatch):
     """Claims to be lossless, and accepts everything: what the check of the tokens is for."""
 
     def judge(
-        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+        self,
+        draft: Draft,
+        target_logits: Tensor,
+        sampling: Sampling,
+        noise: Tensor | None,
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         return Verdict(verdict.accepted | True, verdict.endings)
@@ -278,7 +286,11 @@ class InterruptedAtRepeat(cases.Repeater):
         self.num_left = repeat
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         if len(request.texts[0]) == 2 and max(windows) == 3:
             self.num_left -= 1
@@ -327,7 +339,9 @@ def test_ctrl_c_keeps_what_both_methods_have_finished(cut_repeat: int) -> None:
     ids=str,
 )
 def test_what_fails_in_every_case_is_refused_before_anything_runs(
-    fault: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    fault: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
         measure_module, "measure", lambda *arguments, **options: pytest.fail("it ran")

@@ -49,7 +49,11 @@ class Checked(MedusaDrafter):
         self.drafts: list[tuple[list[int], int]] = []
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
         if draft.lengths is None:
@@ -108,7 +112,9 @@ class Script(Window, Plan):
 )
 @pytest.mark.parametrize("name", cases.MODELS)
 def test_every_draft_comes_from_the_hidden_state_of_the_last_token_but_one(
-    name: str, window: Script, temperature: float
+    name: str,
+    window: Script,
+    temperature: float,
 ) -> None:
     target = cases.target(name)
     sampling = Sampling(temperature)

@@ -21,7 +21,10 @@ from lightning_specdec.rules import Sampling
 
 
 def propose(
-    drafter: NGramDrafter, state: NGramState, texts: Sequence[Sequence[int]], windows: Sequence[int]
+    drafter: NGramDrafter,
+    state: NGramState,
+    texts: Sequence[Sequence[int]],
+    windows: Sequence[int],
 ) -> Draft:
     tail = last_two_tokens_of(texts, torch.device("cpu"))
     return drafter.propose(state, DraftRequest(texts, tail, None), windows, Sampling())
@@ -40,7 +43,12 @@ def drafted(draft: Draft) -> list[list[int]]:
 
 
 def scan(
-    text: Sequence[int], window: int, *, max_ngram: int, min_ngram: int, per_token: int
+    text: Sequence[int],
+    window: int,
+    *,
+    max_ngram: int,
+    min_ngram: int,
+    per_token: int,
 ) -> list[int]:
     """The definition: search the whole text backwards for every length of suffix."""
     end = len(text)
@@ -64,7 +72,10 @@ def scan(
     ("max_ngram", "min_ngram", "per_token"), [(5, 1, 2), (3, 1, 1024), (1, 1, 1), (4, 4, 2)]
 )
 def test_the_growing_index_finds_what_a_scan_of_the_whole_text_finds(
-    max_ngram: int, min_ngram: int, per_token: int, seed: int
+    max_ngram: int,
+    min_ngram: int,
+    per_token: int,
+    seed: int,
 ) -> None:
     """Rows of a tiny alphabet grow by up to five tokens a round, move, and start other texts."""
     generator = random.Random(seed)

@@ -54,7 +54,11 @@ class Counted(ModelDrafter):
         self.drafted_rows: list[list[int]] = []
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         self.drafted_rows.append([row for row, window in enumerate(windows) if window])
         return super().propose(state, request, windows, sampling)

@@ -63,7 +63,10 @@ def sequences(directory: Path, *, seed: int = 0) -> SequenceFile:
 
 
 def prepared(
-    data: TokenData, directory: Path, target: LanguageModel | None = None, **options: Any
+    data: TokenData,
+    directory: Path,
+    target: LanguageModel | None = None,
+    **options: Any,
 ) -> OfflineFeatures:
     layers = options.pop("layers", LAYERS)
     features = OfflineFeatures(str(directory / "cache"), **options)
@@ -106,7 +109,9 @@ def other_weights() -> LanguageModel:
 @pytest.mark.parametrize("name", ["llama", "transformer", "rnn"])
 @pytest.mark.parametrize("tokens", [None, TOKENS], ids=["all", "some"])
 def test_features_kept_in_float32_are_the_targets_outputs(
-    tmp_path: Path, name: str, tokens: Tensor | None
+    tmp_path: Path,
+    name: str,
+    tokens: Tensor | None,
 ) -> None:
     target, data = frozen(name), sequences(tmp_path)
     features = prepared(data, tmp_path, target, dtype="float32")
@@ -122,7 +127,9 @@ def test_features_kept_in_float32_are_the_targets_outputs(
 
 
 def test_nothing_is_computed_twice_and_drafts_that_read_other_layers_share_features(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data, target = sequences(tmp_path), frozen("llama")
@@ -140,7 +147,9 @@ def test_nothing_is_computed_twice_and_drafts_that_read_other_layers_share_featu
 
 
 def test_the_size_is_said_before_it_starts_and_refused_where_there_is_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     data, usage = sequences(tmp_path), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))

@@ -184,7 +184,9 @@ def test_a_padding_token_costs_more_with_quantized_weights() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 @torch.no_grad()
 def test_layers_that_are_split_at_an_exit_compute_the_same(
-    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Layers this small run on one thread, which is refused on processors with AMX.
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
@@ -448,7 +450,9 @@ def test_activations_are_not_quantized_where_the_bits_would_depend_on_the_width(
 
 
 def test_a_model_is_converted_once_and_nothing_is_logged_or_reported(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Neither transformers nor OpenVINO prints a warning, and no telemetry is sent."""
     transformers.utils.logging.warning_once.cache_clear()
@@ -556,7 +560,11 @@ def test_a_model_is_loaded_in_the_requested_backend(tmp_path: Path, cache: Path)
     ],
 )
 def test_a_model_that_openvino_cannot_run_is_refused(
-    family: str, options: list[str], message: str, tmp_path: Path, cache: Path
+    family: str,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    cache: Path,
 ) -> None:
     directory = tmp_path / "model"
     tiny(family).save_pretrained(directory)

@@ -30,7 +30,9 @@ def reference(model: Any, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("with_tokenizer", [False, True])
 @pytest.mark.parametrize(("target_size", "draft_size"), [(384, 352), (352, 384)])
 def test_loaded_models_of_one_tokenizer_may_be_padded_to_different_sizes(
-    target_size: int, draft_size: int, with_tokenizer: bool
+    target_size: int,
+    draft_size: int,
+    with_tokenizer: bool,
 ) -> None:
     target, draft = model_of(target_size), model_of(draft_size, seed=2)
     tokenizer = tiny_tokenizers.byte_level() if with_tokenizer else None

@@ -76,7 +76,10 @@ def test_pairs_and_models_of_the_current_directory_come_first(
     ],
 )
 def test_a_wrong_entry_is_one_line_with_its_file(
-    entry: str, value: Any, message: str, tmp_path: Path
+    entry: str,
+    value: Any,
+    message: str,
+    tmp_path: Path,
 ) -> None:
     values = yaml.safe_load((shipped_directory() / "gpt2.yaml").read_text())
     *sections, key = entry.split(".")

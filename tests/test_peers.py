@@ -59,7 +59,10 @@ def test_prompts_are_spread_over_each_task_and_no_reported_one_is_tuned_on(
 
 
 def measured(
-    peers: ModuleType, name: str, seconds: dict[int, float], **changes: Any
+    peers: ModuleType,
+    name: str,
+    seconds: dict[int, float],
+    **changes: Any,
 ) -> list[dict[str, Any]]:
     """Rows of a method, with the seconds of each prompt."""
     load, setting = peers.METHODS[name].candidates()[0]
@@ -184,7 +187,9 @@ class FakeEngine:
 
 @pytest.fixture
 def measurement(
-    peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peers: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> argparse.Namespace:
     """Options of a measurement of 48 questions, whose engines are fake."""
     monkeypatch.setattr(FakeEngine, "started", [])

@@ -107,7 +107,10 @@ def test_a_target_ends_at_its_own_eos_by_default(models: dict[str, str]) -> None
     ids=lambda value: str(value)[:40],
 )
 def test_a_model_that_cannot_draft_is_refused(
-    models: dict[str, str], target: str, options: dict[str, Any], message: str
+    models: dict[str, str],
+    target: str,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     if options.get("draft") in models:
         options = {**options, "draft": models[options["draft"]]}
@@ -130,7 +133,9 @@ def test_two_models_must_fit_the_memory_together(
 
 @pytest.mark.parametrize("backend", ["torch", "openvino"])
 def test_models_that_are_laid_out_for_decoding_are_not_saved(
-    models: dict[str, str], backend: str, tmp_path: Path
+    models: dict[str, str],
+    backend: str,
+    tmp_path: Path,
 ) -> None:
     decoder = SpeculativeDecoder.from_pretrained(models["target"], backend=backend)
     with pytest.raises(ValueError, match="a packed model cannot be saved: load it with pack=False"):

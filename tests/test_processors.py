@@ -44,7 +44,10 @@ HOT = {
 
 
 def slow_decode(
-    target: str, prompt: Sequence[int], processors: Sequence[LogitsProcessor], num_new: int
+    target: str,
+    prompt: Sequence[int],
+    processors: Sequence[LogitsProcessor],
+    num_new: int,
 ) -> list[int]:
     """Greedy decoding by definition: read and process the whole text of one row for each token."""
     text = list(prompt)
@@ -92,7 +95,10 @@ def test_the_processors_of_these_laws_do_change_the_output(kind: str) -> None:
     ],
 )
 def test_greedy_speculative_equals_autoregressive_with_processors(
-    target: str, drafter: str, kind: str, rule: str
+    target: str,
+    drafter: str,
+    kind: str,
+    rule: str,
 ) -> None:
     """Rules get processed logits only."""
     sampling = Sampling(processors=KINDS[kind])
@@ -117,7 +123,9 @@ def test_greedy_speculative_equals_autoregressive_with_processors(
     ],
 )
 def test_exact_match_equals_autoregressive_with_processors_at_every_temperature(
-    target: str, drafter: str, hot: str
+    target: str,
+    drafter: str,
+    hot: str,
 ) -> None:
     result = cases.decode(target, drafter, max_new_tokens=10, sampling=HOT[hot], eos=cases.EOS)
     assert result.tokens == cases.standard(target, HOT[hot], 10).tokens
@@ -136,7 +144,9 @@ def dead_end(length: int) -> LogitsProcessor:
     cases.pairs(["near", "itself", "repeater", "ngram", "early_exit"], ["rnn"]),
 )
 def test_a_processor_that_leaves_no_token_ends_its_row_both_ways(
-    target: str, drafter: str, temperature: float
+    target: str,
+    drafter: str,
+    temperature: float,
 ) -> None:
     model = cases.target(target)
     sampling = Sampling(temperature, processors=[dead_end(5)])

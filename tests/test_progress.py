@@ -134,7 +134,9 @@ def test_a_measurement_that_nobody_asked_for_is_seen_in_python_by_default(
 
 
 def test_every_verb_reports_while_it_runs(
-    ckpt: str, monkeypatch: pytest.MonkeyPatch, impatient: None
+    ckpt: str,
+    monkeypatch: pytest.MonkeyPatch,
+    impatient: None,
 ) -> None:
     original = SpeculativeDecoder.decode
 

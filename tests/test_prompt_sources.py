@@ -121,7 +121,9 @@ def write_rows(path: Path, *rows: object) -> Path:
 @pytest.mark.parametrize("shape", CONVERSATION_ROWS)
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".list.json"])
 def test_conversations_are_prompts_up_to_their_last_user_turn(
-    tmp_path: Path, shape: str, suffix: str
+    tmp_path: Path,
+    shape: str,
+    suffix: str,
 ) -> None:
     path = tmp_path / f"a{suffix}"
     row = CONVERSATION_ROWS[shape]
@@ -172,7 +174,9 @@ ROW_FAULTS: dict[str, tuple[object, str]] = {
 @pytest.mark.parametrize("as_typed", [False, True])
 @pytest.mark.parametrize("name", ROW_FAULTS)
 def test_a_row_that_is_no_prompt_is_refused_in_one_line(
-    tmp_path: Path, name: str, as_typed: bool
+    tmp_path: Path,
+    name: str,
+    as_typed: bool,
 ) -> None:
     row, message = ROW_FAULTS[name]
     path = write_rows(tmp_path / "a.jsonl", {"prompt": "fine"}, row)

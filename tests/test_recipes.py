@@ -34,7 +34,10 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_killed_in_its_first_epoch_goes_on_and_its_draft_decodes(
-    recipe: str, target: str, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    target: str,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fit_command = ["fit", "--recipe", recipe, "--target", target, "--text", str(corpus)]
     fit_command += ["--trainer.accelerator", "cpu", "--trainer.max_epochs", "1"]

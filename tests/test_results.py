@@ -93,7 +93,9 @@ def counts_from_rounds(row: RowResult) -> Counts:
     ("target", "drafter"), cases.pairs(["near", "ragged", "early_exit"], ["rnn"])
 )
 def test_a_result_can_be_counted_again_from_its_rounds(
-    target: str, drafter: str, rule: str
+    target: str,
+    drafter: str,
+    rule: str,
 ) -> None:
     result = cases.decode(
         target,
@@ -207,7 +209,10 @@ def test_every_table_that_is_shown_is_made_from_its_record(tables: ModuleType) -
     ],
 )
 def test_a_comparison_with_other_draft_files_trains_only_those_that_are_named(
-    words: str, expected_names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str,
+    expected_names: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     comparison = importlib.import_module("draft_comparison")

@@ -30,7 +30,10 @@ class Interrupted(cases.Wrapped):
         self.calls_left = at_call
 
     def forward(
-        self, tokens: Tensor, state: DecodeState | None = None, **options: Any
+        self,
+        tokens: Tensor,
+        state: DecodeState | None = None,
+        **options: Any,
     ) -> ModelOutput:
         self.calls_left -= 1
         if self.calls_left == 0:
@@ -112,7 +115,11 @@ class Reads(TorchDispatchMode):
         return call
 
     def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        operation: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         if operation._schema.name.removeprefix("aten::") in self.OPERATIONS:
             self.seen.append(operation._schema.name)
@@ -125,7 +132,11 @@ class Reads(TorchDispatchMode):
     ("target", "name"), cases.pairs(["near", "early_exit", "heads"], ["rnn", "transformer"])
 )
 def test_the_host_reads_the_device_once_a_round(
-    target: str, name: str, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    target: str,
+    name: str,
+    rule: str,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     session = Session(
         cases.target(target),

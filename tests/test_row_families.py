@@ -177,7 +177,9 @@ def test_truncating_and_feeding_again_equals_a_fresh_run(family: str) -> None:
 
 
 def drawn_lengths(
-    drawn: random.Random, committed: Sequence[int], texts: Sequence[list[int]]
+    drawn: random.Random,
+    committed: Sequence[int],
+    texts: Sequence[list[int]],
 ) -> list[int]:
     rows = zip(committed, texts, strict=True)
     return [drawn.randint(length, len(text)) for length, text in rows]

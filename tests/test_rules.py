@@ -249,7 +249,9 @@ def test_a_lossy_rule_counts_the_tokens_that_it_changed(rule: AcceptanceRule) ->
 )
 @pytest.mark.parametrize("rule", cases.RULES)
 def test_a_result_is_lossless_if_its_rule_is_whatever_either_side_filters(
-    rule: str, sampling: Sampling, drafter: str
+    rule: str,
+    sampling: Sampling,
+    drafter: str,
 ) -> None:
     """The draft's sampling is the session's, or has other filters or another temperature."""
     result = cases.decode("rnn", drafter, max_new_tokens=9, rule=rule, sampling=sampling)

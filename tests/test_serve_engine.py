@@ -78,7 +78,9 @@ class Client:
 
 @contextmanager
 def running(
-    target: LanguageModel | None = None, rule: str = "ExactMatch", **options: Any
+    target: LanguageModel | None = None,
+    rule: str = "ExactMatch",
+    **options: Any,
 ) -> Iterator[Engine]:
     """An engine that is shut down at the end."""
     limits = {"max_batch_size": 4, "max_queue": 50, **options}

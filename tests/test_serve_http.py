@@ -264,7 +264,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "param"), REFUSED)
 def test_what_is_wrong_or_not_supported_is_refused_by_its_name(
-    served: tuple[Server, str], change: dict[str, Any], param: str
+    served: tuple[Server, str],
+    change: dict[str, Any],
+    param: str,
 ) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3, **change}
     answer = HTTP.post(f"{served[1]}/v1/chat/completions", json=body)

@@ -48,7 +48,9 @@ def decode(session: Session, prompt: list[int], **options: Any) -> Any:
     [*((*pair, 1.0) for pair in PAIRS), ("llama", "near", 0.0), ("llama", "eagle", 0.0)],
 )
 def test_a_row_that_continues_a_saved_text_has_the_same_tokens(
-    target: str, drafter: str, temperature: float
+    target: str,
+    drafter: str,
+    temperature: float,
 ) -> None:
     model = cases.target(target)
     drafter_object = cases.drafter(drafter, target)

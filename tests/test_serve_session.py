@@ -44,7 +44,11 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def alone(
-    target: LanguageModel, drafter: Drafter, rule: str, prompt: list[int], **settings: Any
+    target: LanguageModel,
+    drafter: Drafter,
+    rule: str,
+    prompt: list[int],
+    **settings: Any,
 ) -> Request:
     """The row of a session that has no other."""
     session = Session(target, drafter, max_length=24, num_draft_tokens=3, rule=rule)
@@ -56,7 +60,9 @@ def alone(
 
 @pytest.mark.parametrize(("target", "drafter", "rule"), PAIRS)
 def test_a_row_with_its_own_settings_has_the_tokens_that_it_has_alone(
-    target: str, drafter: str, rule: str
+    target: str,
+    drafter: str,
+    rule: str,
 ) -> None:
     model = cases.target(target)
     drafter_object = cases.drafter(drafter, target)

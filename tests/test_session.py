@@ -46,7 +46,10 @@ from lightning_specdec.rules import Sampling
     ],
 )
 def test_a_ragged_batch_equals_its_rows_decoded_one_by_one(
-    target: str, drafter: str, rule: str, temperature: float
+    target: str,
+    drafter: str,
+    rule: str,
+    temperature: float,
 ) -> None:
     options: dict[str, Any] = {
         "max_new_tokens": 9,
@@ -98,7 +101,9 @@ def test_standard_decoding_of_a_ragged_batch_equals_its_rows_decoded_one_by_one(
     ],
 )
 def test_rows_that_come_and_go_change_nothing_for_the_others(
-    target: str, drafter: str, rule: str
+    target: str,
+    drafter: str,
+    rule: str,
 ) -> None:
     """Rows are added and cancelled at random. The batch grows, shrinks and reuses slots."""
     all_reasons = {"eos", "length", "cancelled"}
@@ -228,7 +233,10 @@ class Broken(Wrapped):
         self.calls_left = call
 
     def forward(
-        self, tokens: Tensor, state: DecodeState | None = None, **options: Any
+        self,
+        tokens: Tensor,
+        state: DecodeState | None = None,
+        **options: Any,
     ) -> ModelOutput:
         output = super().forward(tokens, state, **options)
         self.calls_left -= 1
@@ -243,7 +251,10 @@ class Broken(Wrapped):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["standard", "ExactMatch", "RejectionSampling", "plain rounds"])
 def test_a_row_whose_logits_are_not_finite_ends_alone(
-    method: str, temperature: float, value: float, logprobs: bool
+    method: str,
+    temperature: float,
+    value: float,
+    logprobs: bool,
 ) -> None:
     expected = cases.standard("rnn", Sampling(temperature), 30, None).tokens
     model = Broken(cases.target("rnn"), value)
@@ -303,7 +314,10 @@ class Poisoned(Wrapped):
     armed = True
 
     def forward(
-        self, tokens: Tensor, state: DecodeState | None = None, **options: Any
+        self,
+        tokens: Tensor,
+        state: DecodeState | None = None,
+        **options: Any,
     ) -> ModelOutput:
         output = super().forward(tokens, state, **options)
         if self.armed:

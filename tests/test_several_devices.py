@@ -31,7 +31,12 @@ STRATEGIES: dict[str, Any] = {
 
 
 def trained(
-    name: str, target: str, corpus: Path, home: Path, *, resumed: bool = False
+    name: str,
+    target: str,
+    corpus: Path,
+    home: Path,
+    *,
+    resumed: bool = False,
 ) -> dict[str, Any]:
     """The checkpoint of a few steps of the recipe `eagle`; if resumed, of one more epoch.
 
@@ -96,7 +101,9 @@ def run_config(name: str, target: str, corpus: Path, num_processes: int) -> dict
 
 @pytest.fixture(scope="module")
 def single_process(
-    target: str, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+    target: str,
+    corpus: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> list[dict[str, Any]]:
     """The checkpoint of a run, and of the same run after it was resumed."""
     home = tmp_path_factory.mktemp("single")
@@ -105,7 +112,11 @@ def single_process(
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_two_processes_learn_what_one_learns(
-    name: str, single_process: list[dict[str, Any]], target: str, corpus: Path, tmp_path: Path
+    name: str,
+    single_process: list[dict[str, Any]],
+    target: str,
+    corpus: Path,
+    tmp_path: Path,
 ) -> None:
     parts = (False, True) if name == "fsdp2" else (False,)
     for resumed in parts:

@@ -90,7 +90,10 @@ class Twins(Drafter):
         return {}
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> DraftState:
         alone, staged = (
             each.init_state(batch_size, max_length, context) for each in (self.alone, self.staged)
@@ -98,7 +101,11 @@ class Twins(Drafter):
         return JointState(alone, staged)
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         assert isinstance(state, JointState)
         alone = self.alone.propose(state.states[0], request, windows, sampling)
@@ -126,7 +133,11 @@ class Twins(Drafter):
 
 
 def compare(
-    target: LanguageModel, staged: StagedDrafter, sampling: Sampling, window: int, rule: str
+    target: LanguageModel,
+    staged: StagedDrafter,
+    sampling: Sampling,
+    window: int,
+    rule: str,
 ) -> None:
     """Compare every round's tokens, while rows join, leave and end at different times."""
     twins = Twins(staged)
@@ -158,7 +169,9 @@ def compare(
     ],
 )
 def test_a_staged_draft_proposes_what_its_last_stage_proposes_alone(
-    target: str, window: int, sampling: str
+    target: str,
+    window: int,
+    sampling: str,
 ) -> None:
     model = middle(target)
     staged = StagedDrafter([FIRST["near"](model), ModelDrafter(model)], stage_windows=3)
@@ -277,7 +290,11 @@ class Told(ModelDrafter):
         self.observed: list[int] = []
 
     def propose(
-        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: Any,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         draft = super().propose(state, request, windows, sampling)
         self.drafted.append((len(request.texts[0]), draft.tokens[0, : windows[0]].tolist()))

@@ -151,7 +151,9 @@ class RandomWalk:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_truncating_and_feeding_again_equals_one_call_in_every_layer(
-    kind: str, seed: int, poisoned: bool
+    kind: str,
+    seed: int,
+    poisoned: bool,
 ) -> None:
     """Garbage in the slots after the rows changes nothing."""
     walk = RandomWalk(kind, seed, poisoned=poisoned)

@@ -96,7 +96,11 @@ def standard(target: str, name: str, sampling: Sampling) -> DecodeResult:
 
 
 def speculate(
-    target: str, drafter: str, name: str, window: int, sampling: Sampling
+    target: str,
+    drafter: str,
+    name: str,
+    window: int,
+    sampling: Sampling,
 ) -> DecodeResult:
     return speculative_decode(
         spelling(cases.target(target), PIECES),
@@ -126,7 +130,10 @@ def windows_for(drafter: str, name: str, sampling: Sampling) -> tuple[int, int]:
     ],
 )
 def test_speculative_output_equals_standard_output_with_stop_strings(
-    target: str, drafter: str, name: str, sampling: Sampling
+    target: str,
+    drafter: str,
+    name: str,
+    sampling: Sampling,
 ) -> None:
     expected = standard(target, name, sampling)
     expected_reasons = [row.stop_reason for row in expected.rows]

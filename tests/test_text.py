@@ -209,7 +209,9 @@ def test_a_directory_gives_the_tokenizer_with_all_that_ends_an_answer(saved: Pat
     ],
 )
 def test_a_damaged_tokenizer_is_refused_in_one_line(
-    saved: Path, file: str, content: str | None
+    saved: Path,
+    file: str,
+    content: str | None,
 ) -> None:
     if content is None:
         (saved / file).unlink()
@@ -285,7 +287,9 @@ WRITTEN = ["{{ ns.x }}", "{{ ns.x|string|length }}", "{{ ns.x|pprint }}", "{{ '%
     ],
 )
 def test_a_template_that_does_not_take_a_chat_says_why_in_one_line_at_once(
-    template: str, message: str, monkeypatch: pytest.MonkeyPatch
+    template: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
     tokenizer = text_cases.byte_level()

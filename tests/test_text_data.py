@@ -145,7 +145,9 @@ def test_a_tokenizer_of_transformers_makes_the_tokens(
 
 
 def test_a_pair_trained_on_text_decodes_text(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    corpus: Path,
 ) -> None:
     arguments = {
         "vocab_size": 256,
@@ -188,7 +190,9 @@ def test_whole_files_are_held_out_and_none_is_in_two_splits(
 
 
 def test_names_alone_decide_the_split(
-    make: Callable[..., TextFiles], corpus: Path, tmp_path: Path
+    make: Callable[..., TextFiles],
+    corpus: Path,
+    tmp_path: Path,
 ) -> None:
     moved = corpus.rename(tmp_path / "elsewhere")
     by_directory = make(paths=str(moved), seed=1)
@@ -224,7 +228,9 @@ def sharegpt(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", ["openai.jsonl", "sharegpt.jsonl", "list.json"])
 def test_conversations_are_written_by_the_chat_template(
-    make: Callable[..., TextFiles], tmp_path: Path, name: str
+    make: Callable[..., TextFiles],
+    tmp_path: Path,
+    name: str,
 ) -> None:
     chat_tokenizer = tiny_tokenizers.byte_level(vocab_size=400, chat_template=CHAT_TEMPLATE)
     chat_tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -288,7 +294,9 @@ def test_rows_of_json_are_separate_texts(make: Callable[..., TextFiles], tmp_pat
 
 
 def test_json_that_is_no_data_set_stays_text(
-    make: Callable[..., TextFiles], corpus: Path, tmp_path: Path
+    make: Callable[..., TextFiles],
+    corpus: Path,
+    tmp_path: Path,
 ) -> None:
     (corpus / "settings.json").write_text('{\n "name": "a"\n}\n')
     data = make()

@@ -80,7 +80,10 @@ def test_accepted_tokens_equal_a_sum_over_all_verdicts(alpha: float, num_draft_t
 
 
 def simulated_text(
-    rng: random.Random, alpha: float, num_draft_tokens: int, num_new_tokens: int
+    rng: random.Random,
+    alpha: float,
+    num_draft_tokens: int,
+    num_new_tokens: int,
 ) -> tuple[int, int]:
     """Rounds and draft steps of a text."""
     num_rounds = 0

@@ -23,7 +23,11 @@ class SyntheticRace(Race):
     """
 
     def __init__(
-        self, machine: Machine, speedups: Mapping[str, float], *, text_noise: float = 0.0
+        self,
+        machine: Machine,
+        speedups: Mapping[str, float],
+        *,
+        text_noise: float = 0.0,
     ) -> None:
         self.machine = machine
         self.speedups = speedups

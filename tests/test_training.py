@@ -126,7 +126,9 @@ def test_validate_and_test_read_the_same_yaml_and_the_best_checkpoint(
 
 
 def test_a_strangers_checkpoint_deletes_nothing(
-    shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shipped_run: TrainedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lightning restores from a checkpoint which file it believes it has to replace."""
     precious = tmp_path / "precious.ckpt"
@@ -153,7 +155,9 @@ def test_a_strangers_checkpoint_deletes_nothing(
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_config_is_parsed_and_built(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = config.read_text()
@@ -175,7 +179,10 @@ def test_every_shipped_config_is_parsed_and_built(
         prompt_sources: list[object] = []
 
         def record(
-            trainer: CliTrainer, *arguments: Any, datamodule: object, **options: Any
+            trainer: CliTrainer,
+            *arguments: Any,
+            datamodule: object,
+            **options: Any,
         ) -> None:
             prompt_sources.append(datamodule)
 
@@ -207,7 +214,10 @@ def test_every_shipped_config_is_parsed_and_built(
     ],
 )
 def test_a_fault_of_the_command_line_is_one_line_and_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ) -> None:
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         verb(monkeypatch, tmp_path, "fit", *arguments, logger=True)
@@ -217,7 +227,9 @@ def test_a_fault_of_the_command_line_is_one_line_and_runs_nothing(
 
 
 def test_a_bad_checkpoint_is_refused_before_anything_runs(
-    shipped_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shipped_run: TrainedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     good = checkpoint.read(shipped_run.last)
     (tmp_path / "text.ckpt").write_text("hello")
@@ -502,7 +514,9 @@ def test_a_crashed_run_that_resumes_shows_each_step_once(
 
 
 def test_a_development_run_leaves_nothing_to_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def files() -> list[Path]:
         return sorted(tmp_path.rglob("*"))
@@ -522,7 +536,9 @@ def test_a_development_run_leaves_nothing_to_resume(
 
 
 def test_a_config_that_a_resumed_run_saved_begins_a_new_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     home = tmp_path / "checkpoints/rnn"
     verb(monkeypatch, tmp_path, *FIT_ONE_EPOCH)
@@ -547,7 +563,10 @@ def test_a_config_that_a_resumed_run_saved_begins_a_new_run(
     ],
 )
 def test_a_run_does_not_resume_with_other_texts_or_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+    message: str,
 ) -> None:
     lines = [f"{row}, {row + 1}, {row + 3}, {row + 4}" for row in range(40)]
     path = tmp_path / "sequences.txt"
@@ -572,7 +591,9 @@ def test_a_run_does_not_resume_with_other_texts_or_gradients(
 
 
 def test_ctrl_c_within_an_optimizer_step_saves_no_half_step(
-    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The weights have changed then, and the step is not counted."""
     step = torch.optim.AdamW.step
@@ -672,7 +693,9 @@ def check_curves(name: str, directory: Path, config: str) -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_config_resumes_after_kill_9_and_its_checkpoint_decodes_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     config = shrunk(name, tmp_path)
     last_path = tmp_path / "checkpoints" / name / "version_0" / "last.ckpt"

@@ -64,7 +64,9 @@ DRAFTS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("joined", [False, True], ids=["alone", "after lookup"])
 @pytest.mark.parametrize("answer, message", DRAFTS.values(), ids=DRAFTS)
 def test_a_drafter_that_returns_the_wrong_thing_is_named(
-    answer: Any, message: str, joined: bool
+    answer: Any,
+    message: str,
+    joined: bool,
 ) -> None:
     drafter: Drafter = Wrong(answer)
     if joined:

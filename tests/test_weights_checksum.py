@@ -64,7 +64,10 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("write", WRITES)
 def test_every_write_shows(
-    write: str, dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    write: str,
+    dtype: torch.dtype,
+    num_threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     monkeypatch.setattr(weights, "_THREADED_BYTES", 0)

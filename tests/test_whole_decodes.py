@@ -74,7 +74,12 @@ def chi_square(name: str, rows: Sequence[Sequence[int]]) -> float:
 
 
 def decode(
-    name: str, drafter: Drafter, rule: AcceptanceRule, *, window: Any = 2, chunk: int = 128
+    name: str,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+    *,
+    window: Any = 2,
+    chunk: int = 128,
 ) -> list[list[int]]:
     """The tokens of all rows, decoded in batches of `chunk`."""
     rows = []
@@ -140,7 +145,11 @@ class Overconfident(ModelDrafter):
     """Proposes its argmax and reports its softmax, as a well-known library did."""
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         draft = super().propose(state, replace(request, wants_logits=True), windows, Sampling(0.0))
         assert draft.logits is not None

@@ -143,7 +143,10 @@ def standard_seconds(costs: Calibration, num_new: int) -> float:
 
 
 def average_seconds(
-    costs: Calibration, alpha: float, num_new: int, window: int | None = None
+    costs: Calibration,
+    alpha: float,
+    num_new: int,
+    window: int | None = None,
 ) -> float:
     """Mean over 40 texts, the same for every window; one if all drafts are right or wrong."""
     num_texts = 40 if 0 < alpha < 1 else 1
@@ -167,7 +170,9 @@ def test_a_draft_that_is_never_right_costs_up_to_a_few_per_cent(shape: str, rati
 @pytest.mark.parametrize("ratio", [0.02, 0.25])
 @pytest.mark.parametrize("shape", SHAPES_WHERE_WIDE_CALLS_PAY)
 def test_a_draft_of_any_quality_comes_within_a_twentieth_of_the_best_fixed_window(
-    shape: str, ratio: float, alpha: float
+    shape: str,
+    ratio: float,
+    alpha: float,
 ) -> None:
     costs = make_costs(shape, ratio)
     fixed_seconds = [average_seconds(costs, alpha, 128, window) for window in FIXED]
@@ -220,7 +225,9 @@ def test_what_lies_after_the_first_rejection_teaches_nothing() -> None:
     ],
 )
 def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
-    target: str, drafter: str, temperature: float
+    target: str,
+    drafter: str,
+    temperature: float,
 ) -> None:
     options: dict[str, Any] = {
         "max_new_tokens": 24,
@@ -246,7 +253,10 @@ def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
     ],
 )
 def test_a_ragged_batch_with_adaptive_windows_equals_its_rows_decoded_one_by_one(
-    target: str, drafter: str, rule: str, temperature: float
+    target: str,
+    drafter: str,
+    rule: str,
+    temperature: float,
 ) -> None:
     options: dict[str, Any] = {
         "max_new_tokens": 24,

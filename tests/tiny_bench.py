@@ -60,7 +60,9 @@ def machine() -> dict[str, Any]:
 
 
 def measured(
-    directory: Path, bench_config: BenchConfig, bench_pair: BenchPair | None = None
+    directory: Path,
+    bench_config: BenchConfig,
+    bench_pair: BenchPair | None = None,
 ) -> Results:
     """Run what is missing."""
     if bench_pair is None:

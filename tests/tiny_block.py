@@ -15,7 +15,11 @@ from lightning_specdec.training.block import blocks
 
 
 def block(
-    target: LanguageModel, *, reduced: bool = False, layers: list[int] | None = None, **more: Any
+    target: LanguageModel,
+    *,
+    reduced: bool = False,
+    layers: list[int] | None = None,
+    **more: Any,
 ) -> BlockDrafter:
     """A random block drafter with `more` settings; the global seed stays unchanged."""
     # A target without hidden states gets a drafter that refuses it.

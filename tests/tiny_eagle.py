@@ -42,7 +42,11 @@ def eagle(
 
 
 def fitted_eagle(
-    target: LanguageModel, *, reduced: bool = False, num_steps: int = 30, **more: Any
+    target: LanguageModel,
+    *,
+    reduced: bool = False,
+    num_steps: int = 30,
+    **more: Any,
 ) -> EagleDrafter:
     """An EAGLE head after a few steps, if the target supports one; do not write to it."""
     return _fitted_eagle(target, reduced, steps_of_fit(num_steps), **more)
@@ -50,7 +54,10 @@ def fitted_eagle(
 
 @functools.cache
 def _fitted_eagle(
-    target: LanguageModel, reduced: bool, num_steps: int, **more: Any
+    target: LanguageModel,
+    reduced: bool,
+    num_steps: int,
+    **more: Any,
 ) -> EagleDrafter:
     vocabulary = None
     if reduced:

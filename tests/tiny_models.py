@@ -52,7 +52,12 @@ def write(
 
 
 def write_text_model(
-    path: Path, family: str = "llama", *, chat: bool = False, seed: int = 1, **sizes: Any
+    path: Path,
+    family: str = "llama",
+    *,
+    chat: bool = False,
+    seed: int = 1,
+    **sizes: Any,
 ) -> str:
     """Write a random model with a byte-level tokenizer, and a chat template if `chat` is True."""
     tokenizer = byte_level(chat_template=CHAT) if chat else byte_level()

@@ -31,7 +31,11 @@ PROSE = [
 
 
 def trained(
-    model: Any, pre_tokenizer: Any, decoder: Any, trainer: Any, lines: Sequence[str]
+    model: Any,
+    pre_tokenizer: Any,
+    decoder: Any,
+    trainer: Any,
+    lines: Sequence[str],
 ) -> Tokenizer:
     """A tokenizer with these parts, trained on the lines."""
     tokenizer = Tokenizer(model)

@@ -72,7 +72,12 @@ class TinyTransformer(LanguageModel):
     """
 
     def __init__(
-        self, vocab_size: int, *, width: int = 16, num_heads: int = 2, num_layers: int = 2
+        self,
+        vocab_size: int,
+        *,
+        width: int = 16,
+        num_heads: int = 2,
+        num_layers: int = 2,
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size

@@ -56,7 +56,10 @@ class Renamed(LanguageModel):
         return self.model.init_state(batch_size, max_length)
 
     def forward(
-        self, tokens: Tensor, state: DecodeState | None = None, **options: Any
+        self,
+        tokens: Tensor,
+        state: DecodeState | None = None,
+        **options: Any,
     ) -> ModelOutput:
         output = self.model(self.tokens[tokens], state, **options)
         return ModelOutput(output.logits[..., self.tokens] + self.bonus, output.features)

@@ -94,7 +94,10 @@ def shipped_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 
 
 def verb(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, *arguments: str, logger: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+    *arguments: str,
+    logger: bool = False,
 ) -> None:
     """Run a trainer verb in this process, in that directory, on the CPU."""
     from lightning_specdec.training.cli import run

@@ -88,7 +88,10 @@ def _describe_loss(pairs: list[RowPair], speculative: DecodeResult) -> str:
 
 
 def _explain(
-    decoder: SpeculativeDecoder, pair: RowPair, config: DecodingConfig, share: str
+    decoder: SpeculativeDecoder,
+    pair: RowPair,
+    config: DecodingConfig,
+    share: str,
 ) -> OutputAgreement:
     """Find where two outputs that should be equal part, and whether rounding explains it.
 

@@ -146,7 +146,11 @@ class CorrectsFromTarget(RejectionSampling):
     prefers are committed too often."""
 
     def judge(
-        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+        self,
+        draft: Draft,
+        target_logits: Tensor,
+        sampling: Sampling,
+        noise: Tensor | None,
     ) -> Verdict:
         verdict = super().judge(draft, target_logits, sampling, noise)
         target_tokens = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
@@ -227,7 +231,10 @@ class Auditor:
                     yield AuditCase(draft, rule, sampling)
 
     def run(
-        self, checks: Sequence[str] = CHECKS, *, tell: Callable[[str], None] = lambda text: None
+        self,
+        checks: Sequence[str] = CHECKS,
+        *,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> Audit:
         """Run the checks that apply to each case; returns the findings, which `audit` collects.
 
@@ -297,7 +304,10 @@ class Auditor:
         return Finding(cell, "identity", verdict, _has_bug(control), figures)
 
     def _divergences(
-        self, draft: str, rule: AcceptanceRule, sampling_name: str
+        self,
+        draft: str,
+        rule: AcceptanceRule,
+        sampling_name: str,
     ) -> list[Divergence]:
         """Where outputs diverge from standard decoding's, with the EOS and with one more stop."""
         sampling = self.samplings[sampling_name]
@@ -401,7 +411,9 @@ class Auditor:
         return Finding(cell, "round", verdict, control_error is not None, figures)
 
     def _contexts_that_show_bias(
-        self, draft: str, sampling_name: str
+        self,
+        draft: str,
+        sampling_name: str,
     ) -> tuple[list[list[int]], float | None]:
         """Contexts at which a biased round has the largest errors.
 
@@ -429,7 +441,11 @@ class Auditor:
         return [context for _, context in chosen], min(visible_errors, default=None)
 
     def _law(
-        self, draft: str, rule: AcceptanceRule, sampling_name: str, context: Sequence[int]
+        self,
+        draft: str,
+        rule: AcceptanceRule,
+        sampling_name: str,
+        context: Sequence[int],
     ) -> RoundLaw:
         return measure_round(
             self.target,

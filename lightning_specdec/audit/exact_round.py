@@ -190,7 +190,9 @@ def _num_surprises(rule: AcceptanceRule, sampling: Sampling, played: Played) -> 
 
 
 def _expected_drafts(
-    draft: Draft, uniform: Tensor, drafted: Sequence[Sequence[int]]
+    draft: Draft,
+    uniform: Tensor,
+    drafted: Sequence[Sequence[int]],
 ) -> list[list[int]]:
     """The draft tokens that follow from the drafter's report and the uniform numbers `[R, K1]`."""
     expected_drafts = []
@@ -259,7 +261,11 @@ class Decisions:
     """
 
     def __init__(
-        self, rule: AcceptanceRule, sampling: Sampling, played: Played, generator: torch.Generator
+        self,
+        rule: AcceptanceRule,
+        sampling: Sampling,
+        played: Played,
+        generator: torch.Generator,
     ) -> None:
         assert played.draft is not None and played.logits is not None, "nothing was drafted"
         self.rule = rule
@@ -291,7 +297,9 @@ class Decisions:
             self.draft.logits = draft.logits[..., self.used_tokens]
 
     def search(
-        self, row_positions: Sequence[RowPosition], purpose: Purpose
+        self,
+        row_positions: Sequence[RowPosition],
+        purpose: Purpose,
     ) -> dict[RowPosition, dict[int, float]]:
         """What is decided at each position, with its share of the uniform numbers of that purpose.
 
@@ -457,7 +465,11 @@ class _Brackets(NamedTuple):
 
 
 def find_shares(
-    ask: Callable[[Tensor, Tensor], Tensor], num_functions: int, *, name: str, pieces: int = 8
+    ask: Callable[[Tensor, Tensor], Tensor],
+    num_functions: int,
+    *,
+    name: str,
+    pieces: int = 8,
 ) -> list[dict[int, float]]:
     """For each function, the share of the uniform numbers that each of its values has.
 

@@ -61,7 +61,10 @@ def readings(
 
 
 def _read_in_pieces(
-    target: LanguageModel, tokens: Int[Tensor, "N T"], num_positions: int, width: int
+    target: LanguageModel,
+    tokens: Int[Tensor, "N T"],
+    num_positions: int,
+    width: int,
 ) -> Float[Tensor, "N P V"]:
     """The logits of the last positions: `width` tokens at a time, after a call on those before."""
     num_texts, num_tokens = tokens.shape
@@ -185,7 +188,10 @@ def find_divergence(
 
 
 def _next_token_logits(
-    target: LanguageModel, text: Sequence[int], sampling: Sampling, width: int
+    target: LanguageModel,
+    text: Sequence[int],
+    sampling: Sampling,
+    width: int,
 ) -> list[Float[Tensor, "V"]]:
     """The logits after a text, read alone and in a batch, in calls of several widths."""
     # Two rounds and the token before them are read in small calls.

@@ -134,7 +134,11 @@ class Stage:
         return Played(noise, draft, logits, _drafted_tokens(draft), committed)
 
     def _open_session(
-        self, rule: AcceptanceRule, num_rows: int, *, ragged: bool
+        self,
+        rule: AcceptanceRule,
+        num_rows: int,
+        *,
+        ragged: bool,
     ) -> tuple[Session, list[Request]]:
         """A session with the prompt in every row, and its rows. Arguments as of `play`."""
         num_draft_tokens = self.width - 1
@@ -158,7 +162,9 @@ class Stage:
         return session, requests
 
     def _noise(
-        self, rows: Sequence[Sequence[float]], generator: torch.Generator | None
+        self,
+        rows: Sequence[Sequence[float]],
+        generator: torch.Generator | None,
     ) -> Float[Tensor, "R K1 3"]:
         """Uniform numbers in which the first draft tokens of each row have those of `rows`."""
         size = (len(rows), self.width, len(Purpose))

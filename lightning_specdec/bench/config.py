@@ -153,7 +153,9 @@ def _read_draft(name: str, value: Any) -> DraftSource:
 
 
 def _read_named(
-    setting_name: str, values: Any, read_value: Callable[[str, Any], Any]
+    setting_name: str,
+    values: Any,
+    read_value: Callable[[str, Any], Any],
 ) -> dict[str, Any]:
     """Read a mapping of names, at least one."""
     if not isinstance(values, Mapping) or not values:

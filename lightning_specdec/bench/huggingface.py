@@ -92,7 +92,10 @@ class HuggingFace:
         )
 
     def _drafting_options(
-        self, method: str, config: DecodingConfig, draft: str | None
+        self,
+        method: str,
+        config: DecodingConfig,
+        draft: str | None,
     ) -> dict[str, Any]:
         """Options that choose the method."""
         if method == ASSISTED:

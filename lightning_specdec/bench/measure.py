@@ -514,7 +514,10 @@ def rule_label(rule: Any) -> str:
 
 
 def _standard_case(
-    target: LanguageModel, prompts: Sequence[Sequence[int]], config: DecodingConfig, batch_size: int
+    target: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    batch_size: int,
 ) -> Case:
     """Standard decoding of prompts, after checking them."""
     require_int("batch_size", batch_size, 1)

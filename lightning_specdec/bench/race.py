@@ -58,7 +58,11 @@ class MeasuredRace(Race):
     """
 
     def __init__(
-        self, standard: Entrant, entrants: Sequence[Entrant], *, piece_tokens: int
+        self,
+        standard: Entrant,
+        entrants: Sequence[Entrant],
+        *,
+        piece_tokens: int,
     ) -> None:
         self.standard = standard
         self.entrants = {

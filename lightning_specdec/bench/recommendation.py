@@ -139,7 +139,11 @@ def _quoted(value: Any) -> str:
 
 
 def pair_values(
-    way: Way, source: PairSource, *, description: str, threads: int | None
+    way: Way,
+    source: PairSource,
+    *,
+    description: str,
+    threads: int | None,
 ) -> dict[str, Any]:
     """The fields of a `Pair` that decodes in a way, for `write_pair`.
 

@@ -201,7 +201,9 @@ def _parse_row(line: bytes) -> Record:
 
 
 def _check_resumable(
-    directory: Path, old_manifest: Mapping[str, Any], new_manifest: Mapping[str, Any]
+    directory: Path,
+    old_manifest: Mapping[str, Any],
+    new_manifest: Mapping[str, Any],
 ) -> None:
     """Check that a run may continue what an earlier one has begun.
 

@@ -287,7 +287,9 @@ def load_bench_pair(name: str, config: BenchConfig) -> BenchPair:
 
 
 def _prompts(
-    target: LanguageModel, own_prompts: Sequence[Sequence[int]], config: BenchConfig
+    target: LanguageModel,
+    own_prompts: Sequence[Sequence[int]],
+    config: BenchConfig,
 ) -> Prompts:
     """The prompts of the config that the target can read, by domain."""
     tokenizer = target.tokenizer
@@ -315,7 +317,9 @@ def _prompts(
 
 
 def open_results(
-    directory: Path, config: BenchConfig, manifest: Mapping[str, Any]
+    directory: Path,
+    config: BenchConfig,
+    manifest: Mapping[str, Any],
 ) -> ResultsWriter:
     """The results of a config, new or resumed.
 
@@ -367,7 +371,10 @@ def run(
 
 
 def _run_pair(
-    pair: BenchPair, config: BenchConfig, results: ResultsWriter, say: Callable[[str], None]
+    pair: BenchPair,
+    config: BenchConfig,
+    results: ResultsWriter,
+    say: Callable[[str], None],
 ) -> None:
     """Run what is missing of a pair."""
     groups = []

@@ -71,7 +71,10 @@ def piece_interval(pairs: Sequence[Pair], *, level: float = LEVEL) -> Interval:
 
 
 def relative_interval(
-    pairs: Sequence[Pair], other_pairs: Sequence[Pair], *, level: float = LEVEL
+    pairs: Sequence[Pair],
+    other_pairs: Sequence[Pair],
+    *,
+    level: float = LEVEL,
 ) -> Interval:
     """How much faster one method is than another that took turns with it, with an interval.
 

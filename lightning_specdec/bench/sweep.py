@@ -294,7 +294,10 @@ class Sweep:
     # Loading
 
     def _load(
-        self, engine: Engine, kinds: Sequence[Drafting], windows: Sequence[int | str]
+        self,
+        engine: Engine,
+        kinds: Sequence[Drafting],
+        windows: Sequence[int | str],
     ) -> list[Entrant]:
         """Standard decoding with an engine, and each draft with each window that it can fill.
 
@@ -331,7 +334,10 @@ class Sweep:
         return self._entrants[way.name]
 
     def _drafted_entrants(
-        self, standard: Entrant, kind: Drafting, windows: Sequence[int | str]
+        self,
+        standard: Entrant,
+        kind: Drafting,
+        windows: Sequence[int | str],
     ) -> list[Entrant]:
         """A draft with each window that it can fill."""
         engine = standard.way.engine
@@ -436,7 +442,10 @@ class Sweep:
         return None, None
 
     def _equals(
-        self, winner: Way, contest: Tournament, comparisons: Mapping[Way, Comparison]
+        self,
+        winner: Way,
+        contest: Tournament,
+        comparisons: Mapping[Way, Comparison],
     ) -> Iterator[Way]:
         """The other ways that may be as fast as the winner.
 

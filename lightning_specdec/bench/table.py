@@ -136,7 +136,11 @@ def _varies(column: Column, comparisons: Sequence[Comparison]) -> bool:
 
 
 def grid(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], form: str = "text", *, num_text: int = 1
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    form: str = "text",
+    *,
+    num_text: int = 1,
 ) -> str:
     """Format cells in columns.
 
@@ -171,7 +175,9 @@ def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _heading_lines(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    num_text: int,
 ) -> list[list[str]]:
     """The headings as lines of a table. Those of figures are wrapped, and end on the last line."""
     wrapped_heads = []

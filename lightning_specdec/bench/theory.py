@@ -88,7 +88,9 @@ def predicted_speedup(
 
 
 def _rounds_and_steps(
-    alpha: Rates, num_draft_tokens: int, num_new_tokens: int
+    alpha: Rates,
+    num_draft_tokens: int,
+    num_new_tokens: int,
 ) -> tuple[float, float]:
     """Expected rounds and draft steps: two recursions over the number of tokens still to come."""
     if num_new_tokens < 1:

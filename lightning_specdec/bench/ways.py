@@ -185,7 +185,9 @@ def _can_quantize(target: LanguageModel) -> bool:
 
 
 def draftings(
-    decoder: SpeculativeDecoder, source: PairSource, drafts: Sequence[str] = ()
+    decoder: SpeculativeDecoder,
+    source: PairSource,
+    drafts: Sequence[str] = (),
 ) -> list[Drafting]:
     """The drafts to try with a target: each alone, and after prompt lookup.
 
@@ -298,7 +300,9 @@ def _checkpoint_draftings(decoder: SpeculativeDecoder, names: Sequence[str]) -> 
 
 
 def _named_draftings(
-    decoder: SpeculativeDecoder, name: str | None, drafter: Drafter
+    decoder: SpeculativeDecoder,
+    name: str | None,
+    drafter: Drafter,
 ) -> Iterable[Drafting]:
     """A draft of a checkpoint alone and after lookup; of one that exits early, all exits."""
     label = name or DRAFTERS.name_of(type(drafter))

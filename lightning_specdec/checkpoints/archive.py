@@ -73,7 +73,9 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
 
 
 def write_document(
-    path: str | os.PathLike[str], document: dict[str, Any], weights: Mapping[str, Tensor]
+    path: str | os.PathLike[str],
+    document: dict[str, Any],
+    weights: Mapping[str, Tensor],
 ) -> None:
     """Write a document and weights as safetensors; raises the errors of `write`."""
     # Serialized before the file is opened: errors of single weights leave no file.

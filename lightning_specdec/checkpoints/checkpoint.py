@@ -387,7 +387,9 @@ def _check_names(names: list[Any]) -> None:
 
 
 def _check_owners(
-    weights: Mapping[str, Tensor], has_target: bool, other_names: Iterable[str]
+    weights: Mapping[str, Tensor],
+    has_target: bool,
+    other_names: Iterable[str],
 ) -> None:
     """Raise ValueError for weights of a target or drafter that the file does not describe."""
     prefixes = [f"{_OTHERS}{name}." for name in other_names]

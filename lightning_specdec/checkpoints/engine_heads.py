@@ -242,7 +242,11 @@ def block_config(drafter: BlockDrafter, target: str) -> dict[str, Any]:
 
 
 def eagle_config(
-    drafter: EagleDrafter, target: str, num_draft_tokens: int, *, nested: bool
+    drafter: EagleDrafter,
+    target: str,
+    num_draft_tokens: int,
+    *,
+    nested: bool,
 ) -> dict[str, Any]:
     """Return the config of an EAGLE-3 head, as speculators writes it (`nested`) or as SpecForge."""
     settings = drafter.settings
@@ -453,7 +457,9 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def _eagle(
-    config: Mapping[str, Any], weights: dict[str, Tensor], target: LanguageModel
+    config: Mapping[str, Any],
+    weights: dict[str, Tensor],
+    target: LanguageModel,
 ) -> tuple[Callable[[], Drafter], dict[str, Tensor]]:
     """Return a function that builds an EAGLE-3 head, and its weights by this package's names."""
     merged = _merged_config(config)
@@ -572,7 +578,9 @@ def _check_embeddings(embeddings: Tensor, target: LanguageModel, vocab_size: int
 
 
 def _draft_vocabulary(
-    offsets: Tensor | None, vocab_size: int, output: Tensor
+    offsets: Tensor | None,
+    vocab_size: int,
+    output: Tensor,
 ) -> tuple[int, ...] | None:
     """Return the target's ids of the tokens that a head scores, or None if it scores all.
 

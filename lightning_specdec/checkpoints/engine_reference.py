@@ -81,7 +81,9 @@ class Reference(ABC):
         return normalized * weight
 
     def _rotary_embedding(
-        self, heads: Float[Tensor, "H N E"], first_position: int = 0
+        self,
+        heads: Float[Tensor, "H N E"],
+        first_position: int = 0,
     ) -> Float[Tensor, "H N E"]:
         """Rotate queries or keys by their positions, which ascend from `first_position`.
 
@@ -142,7 +144,10 @@ class Reference(ABC):
         return attended.transpose(0, 1).flatten(1)
 
     def _after_attention(
-        self, residual: Float[Tensor, "N D"], attended: Float[Tensor, "N HE"], layer: str
+        self,
+        residual: Float[Tensor, "N D"],
+        attended: Float[Tensor, "N HE"],
+        layer: str,
     ) -> Float[Tensor, "N D"]:
         """Return the output of a Llama layer from its residual stream and its attention."""
         hidden = residual + self._linear(attended, f"{layer}.self_attn.o_proj")
@@ -154,7 +159,9 @@ class Reference(ABC):
         return hidden + down
 
     def _to_target_vocabulary(
-        self, draft_logits: Float[Tensor, "K W"], vocab_size: int
+        self,
+        draft_logits: Float[Tensor, "K W"],
+        vocab_size: int,
     ) -> Float[Tensor, "K V"]:
         """Return the logits by the target's token ids; tokens that the draft lacks have -inf."""
         if "d2t" not in self.weights:
@@ -197,7 +204,9 @@ class Eagle3Reference(Reference):
         return self._linear(torch.cat(inputs, -1), "fc")
 
     def _decoder_layer(
-        self, embeddings: Float[Tensor, "N D"], features: Float[Tensor, "N D"]
+        self,
+        embeddings: Float[Tensor, "N D"],
+        features: Float[Tensor, "N D"],
     ) -> Float[Tensor, "N D"]:
         normed_embeddings = self._rms_norm(embeddings, f"{self.layer}.input_layernorm")
         normed_features = self._rms_norm(features, f"{self.layer}.hidden_norm")
@@ -283,7 +292,9 @@ class DSparkReference(Reference):
         return self._to_target_vocabulary(draft_logits, len(table))
 
     def _context(
-        self, states: Sequence[Float[Tensor, "T D"]], num_tokens: int
+        self,
+        states: Sequence[Float[Tensor, "T D"]],
+        num_tokens: int,
     ) -> Float[Tensor, "N D"]:
         """Return what the block sees of the target: one feature for each token that it has read."""
         layers = self.config["aux_hidden_state_layer_ids"]
@@ -299,7 +310,10 @@ class DSparkReference(Reference):
         return table[[anchor, *masks]]
 
     def _decoder_layer(
-        self, layer_index: int, hidden: Float[Tensor, "N D"], context: Float[Tensor, "T D"]
+        self,
+        layer_index: int,
+        hidden: Float[Tensor, "N D"],
+        context: Float[Tensor, "T D"],
     ) -> Float[Tensor, "N D"]:
         layer = f"layers.{layer_index}"
         normed = self._rms_norm(hidden, f"{layer}.input_layernorm")
@@ -322,7 +336,10 @@ class DSparkReference(Reference):
         return self._after_attention(hidden, attended, layer)
 
     def _block_mask(
-        self, layer_index: int, query_positions: Int[Tensor, "N"], key_positions: Int[Tensor, "S"]
+        self,
+        layer_index: int,
+        query_positions: Int[Tensor, "N"],
+        key_positions: Int[Tensor, "S"],
     ) -> Bool[Tensor, "N S"]:
         """Return which keys a block's tokens see: all, or those within a window on either side."""
         distance = (query_positions[:, None] - key_positions).abs()

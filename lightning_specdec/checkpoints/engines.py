@@ -239,7 +239,10 @@ def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _choose_export(
-    drafter: Drafter, target: HuggingFaceLM, engine: str, num_draft_tokens: int
+    drafter: Drafter,
+    target: HuggingFaceLM,
+    engine: str,
+    num_draft_tokens: int,
 ) -> _Export:
     """Return the export of this draft for that engine.
 
@@ -343,7 +346,11 @@ class _Export(ABC):
     """What each engine calls this kind of draft."""
 
     def __init__(
-        self, drafter: Any, target: HuggingFaceLM, engine: str, num_draft_tokens: int
+        self,
+        drafter: Any,
+        target: HuggingFaceLM,
+        engine: str,
+        num_draft_tokens: int,
     ) -> None:
         self.drafter = drafter
         self.target = target
@@ -402,7 +409,9 @@ def _embedding_table(model: HuggingFaceLM) -> Float[Tensor, "V D"]:
 
 
 def _draft_after(
-    text: list[int], drafter: FeatureDrafter, target: HuggingFaceLM
+    text: list[int],
+    drafter: FeatureDrafter,
+    target: HuggingFaceLM,
 ) -> tuple[list[int], Float[Tensor, "K V"]]:
     """Return the draft tokens after a text, and their logits.
 
@@ -498,7 +507,11 @@ class _ModelExport(_Export):
     methods = {"vllm": "draft_model", "sglang": "STANDALONE"}
 
     def __init__(
-        self, drafter: Any, target: HuggingFaceLM, engine: str, num_draft_tokens: int
+        self,
+        drafter: Any,
+        target: HuggingFaceLM,
+        engine: str,
+        num_draft_tokens: int,
     ) -> None:
         super().__init__(drafter, target, engine, num_draft_tokens)
         self.model: HuggingFaceLM = drafter.model

@@ -54,7 +54,10 @@ class _ModelRequest:
 
 
 def load_pair(
-    source: PairSource, *, target: LanguageModel | None = None, pack: bool = True
+    source: PairSource,
+    *,
+    target: LanguageModel | None = None,
+    pack: bool = True,
 ) -> LoadedPair:
     """Load the target and the drafter that a source names.
 
@@ -296,7 +299,9 @@ def _load_trained_draft(path: Path, source: PairSource, target: LanguageModel) -
 
 
 def _load_models(
-    requests: Sequence[_ModelRequest], source: PairSource, pack: bool
+    requests: Sequence[_ModelRequest],
+    source: PairSource,
+    pack: bool,
 ) -> list[LanguageModel]:
     """Load pretrained models if all of them together fit the memory."""
     if not requests:
@@ -337,7 +342,9 @@ def _load_models(
 
 
 def _choice_beside_file(
-    choice: Choice | None, loaded: LoadedPair, draft: str | None = None
+    choice: Choice | None,
+    loaded: LoadedPair,
+    draft: str | None = None,
 ) -> Choice | None:
     """Return the drafter to build in addition to a file's drafts.
 

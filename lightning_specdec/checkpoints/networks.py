@@ -248,7 +248,10 @@ def _with_tied_weights(
 
 
 def _tie(
-    module: nn.Module, owner: str, tied_names: Mapping[str, str], weights: Mapping[str, Tensor]
+    module: nn.Module,
+    owner: str,
+    tied_names: Mapping[str, str],
+    weights: Mapping[str, Tensor],
 ) -> None:
     """Make parameters one again that assigning the weights has separated."""
     for name, first_name in tied_names.items():
@@ -279,7 +282,11 @@ class _NoRandomValues(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in _INIT_FUNCTIONS:
@@ -293,7 +300,9 @@ def _without_weights(max_parameters: int) -> Iterator[None]:
     num_parameters = 0
 
     def move_to_meta(
-        module: nn.Module, name: str, parameter: nn.Parameter | None
+        module: nn.Module,
+        name: str,
+        parameter: nn.Parameter | None,
     ) -> nn.Parameter | None:
         nonlocal num_parameters
         if parameter is None:

@@ -152,7 +152,11 @@ class TargetReference(Settings):
         )
 
     def load(
-        self, given: str | LanguageModel | None, who: str, *, adapter: str | None = None
+        self,
+        given: str | LanguageModel | None,
+        who: str,
+        *,
+        adapter: str | None = None,
     ) -> LanguageModel:
         """Return the target, loaded from its source unless it is passed.
 

@@ -135,7 +135,9 @@ def _samplings(options: Namespace, settings: AuditSettings) -> Sequence[Sampling
 
 
 def _auditor(
-    loaded: Loaded, settings: AuditSettings, samplings: Sequence[SamplingSettings]
+    loaded: Loaded,
+    settings: AuditSettings,
+    samplings: Sequence[SamplingSettings],
 ) -> Auditor:
     from lightning_specdec.rules import Sampling
 

@@ -221,7 +221,9 @@ def _default_prompts(decoder: SpeculativeDecoder, settings: PromptSettings) -> E
 
 
 def _encode_prompts(
-    decoder: SpeculativeDecoder, prompts: list[Prompt], settings: PromptSettings
+    decoder: SpeculativeDecoder,
+    prompts: list[Prompt],
+    settings: PromptSettings,
 ) -> EncodedPrompts:
     variables = settings.chat_template_kwargs
     uses_template = decoder.tokenizer is not None and decoder.tokenizer.has_chat_template

@@ -132,7 +132,10 @@ def _texts(outcome: Outcome) -> str:
 
 
 def _decode_and_measure(
-    loaded: Loaded, config: DecodingConfig, settings: DecodeSettings, measure: MeasureSettings
+    loaded: Loaded,
+    config: DecodingConfig,
+    settings: DecodeSettings,
+    measure: MeasureSettings,
 ) -> Outcome:
     """Decode once with each method for the outputs, then measure unless that is not wanted."""
     decoder = loaded.decoder
@@ -194,7 +197,10 @@ def _decode_batches(
 
 
 def _document(
-    outcome: Outcome, loaded: Loaded, config: DecodingConfig, manifest: dict[str, Any]
+    outcome: Outcome,
+    loaded: Loaded,
+    config: DecodingConfig,
+    manifest: dict[str, Any],
 ) -> dict[str, Any]:
     """Everything as plain values: verdicts, figures, and each prompt's tokens, text, and counts."""
     rows_by_prompt: dict[int, dict[str, Any]] = {}
@@ -221,7 +227,9 @@ def _document(
 
 
 def _agreement(
-    outcome: Outcome, decoder: SpeculativeDecoder, config: DecodingConfig
+    outcome: Outcome,
+    decoder: SpeculativeDecoder,
+    config: DecodingConfig,
 ) -> dict[str, str] | None:
     """Whether both outputs agree, as plain values; None unless both are complete."""
     # Imported here because torch takes a second.

@@ -247,7 +247,10 @@ def _threads(sweep: Sweep, options: Namespace | None, standing: Standing) -> int
 
 
 def _answer(
-    options: Namespace, sweep: Sweep, source: PairSource, standing: Standing
+    options: Namespace,
+    sweep: Sweep,
+    source: PairSource,
+    standing: Standing,
 ) -> dict[str, Any]:
     """The answer: a sentence, and what to copy if it is proven."""
     from lightning_specdec.bench.recommendation import command, python_line, sentence
@@ -281,7 +284,10 @@ def _named_source(winner: PairSource, has_engines: bool, source: PairSource) -> 
 
 
 def _save(
-    sweep: Sweep, source: PairSource, standing: Standing, name: str
+    sweep: Sweep,
+    source: PairSource,
+    standing: Standing,
+    name: str,
 ) -> tuple[str | None, str]:
     """Save the winner as a pair. Returns its file, and why nothing was saved, if so.
 
@@ -304,7 +310,11 @@ def _save(
 
 
 def _document(
-    standing: Standing, answer: dict[str, Any], manifest: dict[str, Any], *, interrupted: bool
+    standing: Standing,
+    answer: dict[str, Any],
+    manifest: dict[str, Any],
+    *,
+    interrupted: bool,
 ) -> dict[str, Any]:
     from lightning_specdec.bench.verdict import ranked
 

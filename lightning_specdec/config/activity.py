@@ -37,7 +37,12 @@ class Activity:
     """
 
     def __init__(
-        self, text: str, total: int | None = None, *, unit: str = "", level: int = logging.INFO
+        self,
+        text: str,
+        total: int | None = None,
+        *,
+        unit: str = "",
+        level: int = logging.INFO,
     ) -> None:
         self.text = text
         self.total = total

@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 def find(
-    source: str | os.PathLike[str], *, revision: str | None = None, code: bool = False
+    source: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    code: bool = False,
 ) -> Path:
     """Return the directory of a model: a local one, or one from the Hub with all its small files.
 
@@ -75,7 +78,10 @@ def _only_gguf_file(directory: Path) -> Path | None:
 
 
 def find_adapter(
-    source: str | os.PathLike[str], file_names: Sequence[str], *, offline: bool = False
+    source: str | os.PathLike[str],
+    file_names: Sequence[str],
+    *,
+    offline: bool = False,
 ) -> Path:
     """Return the directory of an adapter: a local one, or one from the Hub with all its files.
 
@@ -167,7 +173,11 @@ def upload(directory: Path, name: str) -> str:
 
 
 def _snapshot(
-    name: str, revision: str | None, patterns: Sequence[str], *, offline: bool = False
+    name: str,
+    revision: str | None,
+    patterns: Sequence[str],
+    *,
+    offline: bool = False,
 ) -> Path:
     """Return a model's snapshot in the Hub's cache; an earlier one if the Hub is unreachable."""
     # Imported here because it takes longer than all of --help.

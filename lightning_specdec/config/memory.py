@@ -29,7 +29,11 @@ class ModelSize(Settings):
     kept_parameters: int = setting(minimum=1)
 
     def weight_bytes(
-        self, dtype: str, quantization: str | None = None, *, packed: bool = False
+        self,
+        dtype: str,
+        quantization: str | None = None,
+        *,
+        packed: bool = False,
     ) -> int:
         """Bytes of the weights, without the scales of quantized ones, which add a few percent.
 

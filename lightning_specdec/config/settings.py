@@ -109,7 +109,10 @@ def _is_instance(value: Any, container: Any) -> bool:
 
 
 def _check_choice(
-    name: str, value: Any, allowed_types: Iterable[Any], limits: Mapping[str, Any]
+    name: str,
+    value: Any,
+    allowed_types: Iterable[Any],
+    limits: Mapping[str, Any],
 ) -> None:
     """Raise ValueError unless the value is one of the choices, if there are any."""
     choices = limits.get("choices")
@@ -244,7 +247,11 @@ class Settings:
 
     @classmethod
     def arguments(
-        cls: type[S], values: Sequence[Any], named: Mapping[str, Any], *, owner: str
+        cls: type[S],
+        values: Sequence[Any],
+        named: Mapping[str, Any],
+        *,
+        owner: str,
     ) -> S:
         """Build settings from a constructor's arguments.
 

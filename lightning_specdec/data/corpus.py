@@ -65,7 +65,10 @@ def shard_path(directory: Path, number: int) -> Path:
 
 
 def write_shard(
-    directory: Path, number: int, rows: Sequence[GeneratedRow], vocab_size: int
+    directory: Path,
+    number: int,
+    rows: Sequence[GeneratedRow],
+    vocab_size: int,
 ) -> None:
     """Write the rows of a shard. Its file appears only when it is complete."""
     texts = [[*row.prompt, *row.tokens] for row in rows]

@@ -77,7 +77,9 @@ class TrainingText(NamedTuple):
     content: str | Chat | None = None
 
     def encode(
-        self, tokenizer: Tokenizer, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Tokenizer,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The text's tokens. A conversation is written by the tokenizer's chat template.
 

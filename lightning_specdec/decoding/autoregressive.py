@@ -97,7 +97,10 @@ class StandardDecoding:
     """
 
     def __init__(
-        self, target: LanguageModel, texts: Sequence[tuple[int, list[int]]], config: DecodingConfig
+        self,
+        target: LanguageModel,
+        texts: Sequence[tuple[int, list[int]]],
+        config: DecodingConfig,
     ) -> None:
         self.target = target
         self.config = config
@@ -251,7 +254,9 @@ class StandardDecoding:
         self.num_live = len(self.batch_rows) - num_ended
 
     def shrink(
-        self, next_tokens: Int[Tensor, "B"], early_logits: Float[Tensor, "B V"] | None
+        self,
+        next_tokens: Int[Tensor, "B"],
+        early_logits: Float[Tensor, "B V"] | None,
     ) -> tuple[Int[Tensor, "_"], Float[Tensor, "_ V"] | None]:
         """Drop ended rows if the live ones fit into a smaller batch.
 

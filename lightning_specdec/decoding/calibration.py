@@ -190,7 +190,10 @@ def _shortest_context(target: LanguageModel, drafter: Drafter) -> int:
 
 
 def _possible_windows(
-    windows: Sequence[int], drafter: Drafter, rounds_per_window: int, max_length: int
+    windows: Sequence[int],
+    drafter: Drafter,
+    rounds_per_window: int,
+    max_length: int,
 ) -> Sequence[int]:
     """The windows that the drafter can fill and that fit into the context; at least one."""
     max_draft_tokens = drafter.max_draft_tokens or max(windows)
@@ -249,7 +252,9 @@ def _measure(
 
 
 def _average_round(
-    session: Session, measured_window: _MeasuredWindow, num_rounds: int
+    session: Session,
+    measured_window: _MeasuredWindow,
+    num_rounds: int,
 ) -> PhaseSeconds:
     """Run some rounds. Returns their average."""
     start = session.timer.seconds()
@@ -263,7 +268,11 @@ def _average_round(
 
 
 def _costs(
-    passes: Sequence[_Pass], windows: Sequence[int], length: int, *, inside_target: bool
+    passes: Sequence[_Pass],
+    windows: Sequence[int],
+    length: int,
+    *,
+    inside_target: bool,
 ) -> Calibration:
     """The costs by medians over the passes.
 
@@ -346,7 +355,10 @@ def load_or_measure(
 
 
 def _cache_path(
-    target: LanguageModel, drafter: Drafter, config: DecodingConfig, batch_size: int
+    target: LanguageModel,
+    drafter: Drafter,
+    config: DecodingConfig,
+    batch_size: int,
 ) -> Path:
     """The file of a calibration, named by everything that its costs depend on."""
     device = target.device

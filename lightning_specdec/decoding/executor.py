@@ -49,7 +49,10 @@ class Executor(DraftCalls, ABC):
 
     @abstractmethod
     def begin_round(
-        self, rows: Sequence[Request], plan: Plan, draft_state: DraftState
+        self,
+        rows: Sequence[Request],
+        plan: Plan,
+        draft_state: DraftState,
     ) -> tuple[list[int], int]:
         """Begin a round.
 
@@ -70,19 +73,28 @@ class Executor(DraftCalls, ABC):
 
     @abstractmethod
     def next_noise(
-        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Request], num_positions: int
+        self,
+        noise: Float[Tensor, "B S 3"],
+        rows: Sequence[Request],
+        num_positions: int,
     ) -> Float[Tensor, "B N 3"]:
         """The uniform numbers of each row's next N tokens."""
 
     @abstractmethod
     def join(
-        self, unread: Int[Tensor, "B 1"], draft_tokens: Int[Tensor, "B K"]
+        self,
+        unread: Int[Tensor, "B 1"],
+        draft_tokens: Int[Tensor, "B K"],
     ) -> Int[Tensor, "B K1"]:
         """The last token of each text and its draft tokens side by side."""
 
     @abstractmethod
     def run_into(
-        self, name: str, key: Hashable, call: Callable[..., Outputs], *tensors: Tensor | None
+        self,
+        name: str,
+        key: Hashable,
+        call: Callable[..., Outputs],
+        *tensors: Tensor | None,
     ) -> Outputs:
         """As `run`; a recorded call writes its first output, `[B]` tokens, to a named buffer."""
 
@@ -117,7 +129,10 @@ class PlainExecutor(Executor):
     """Runs every call directly."""
 
     def begin_round(
-        self, rows: Sequence[Request], plan: Plan, draft_state: DraftState
+        self,
+        rows: Sequence[Request],
+        plan: Plan,
+        draft_state: DraftState,
     ) -> tuple[list[int], int]:
         windows = plan.windows(rows)
         return windows, max(windows)
@@ -126,7 +141,10 @@ class PlainExecutor(Executor):
         return last_two_tokens_of([row.text for row in rows], self.device)
 
     def next_noise(
-        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Request], num_positions: int
+        self,
+        noise: Float[Tensor, "B S 3"],
+        rows: Sequence[Request],
+        num_positions: int,
     ) -> Float[Tensor, "B N 3"]:
         num_generated = [row.num_new for row in rows]
         start = min(num_generated)
@@ -137,14 +155,20 @@ class PlainExecutor(Executor):
         return gather_noise(noise, starts, num_positions)
 
     def join(
-        self, unread: Int[Tensor, "B 1"], draft_tokens: Int[Tensor, "B K"]
+        self,
+        unread: Int[Tensor, "B 1"],
+        draft_tokens: Int[Tensor, "B K"],
     ) -> Int[Tensor, "B K1"]:
         if not draft_tokens.shape[1]:
             return unread
         return torch.cat((unread, draft_tokens), dim=1)
 
     def run_into(
-        self, name: str, key: Hashable, call: Callable[..., Outputs], *tensors: Tensor | None
+        self,
+        name: str,
+        key: Hashable,
+        call: Callable[..., Outputs],
+        *tensors: Tensor | None,
     ) -> Outputs:
         return call(*tensors)
 
@@ -160,7 +184,9 @@ class PlainExecutor(Executor):
 
 
 def gather_noise(
-    noise: Float[Tensor, "B S 3"], starts: Int[Tensor, "B"], num_positions: int
+    noise: Float[Tensor, "B S 3"],
+    starts: Int[Tensor, "B"],
+    num_positions: int,
 ) -> Float[Tensor, "B N 3"]:
     """The uniform numbers of N positions from `starts` on; the last one is repeated."""
     _, num_slots, num_purposes = noise.shape

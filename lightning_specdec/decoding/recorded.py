@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 def make_executor(
-    target_state: DecodeState, vocab_size: int, timer: PhaseTimer, drafter: Drafter | None = None
+    target_state: DecodeState,
+    vocab_size: int,
+    timer: PhaseTimer,
+    drafter: Drafter | None = None,
 ) -> Executor:
     """The executor for a batch: a recorded one if the target records its calls.
 
@@ -59,7 +62,12 @@ class RecordedExecutor(Executor):
     is_recorded = True
 
     def __init__(
-        self, target_state: DecodeState, vocab_size: int, timer: PhaseTimer, *, pipelined: bool
+        self,
+        target_state: DecodeState,
+        vocab_size: int,
+        timer: PhaseTimer,
+        *,
+        pipelined: bool,
     ) -> None:
         super().__init__(timer, target_state.device)
         self.vocab_size = vocab_size
@@ -88,7 +96,10 @@ class RecordedExecutor(Executor):
         return self._next_num_draft_tokens is not None
 
     def begin_round(
-        self, rows: Sequence[Request], plan: Plan, draft_state: DraftState
+        self,
+        rows: Sequence[Request],
+        plan: Plan,
+        draft_state: DraftState,
     ) -> tuple[list[int], int]:
         is_running = self.has_pipelined_round
         if not is_running and not self._is_finished:
@@ -147,7 +158,10 @@ class RecordedExecutor(Executor):
         return self._present_inputs.last_two_tokens
 
     def next_noise(
-        self, noise: Float[Tensor, "B S 3"], rows: Sequence[Request], num_positions: int
+        self,
+        noise: Float[Tensor, "B S 3"],
+        rows: Sequence[Request],
+        num_positions: int,
     ) -> Float[Tensor, "B N 3"]:
         def gather(noise: Tensor, num_generated: Tensor) -> Outputs:
             return (gather_noise(noise, num_generated, num_positions),)
@@ -161,7 +175,11 @@ class RecordedExecutor(Executor):
         return self.graphs.run(key, call, *tensors)
 
     def run_into(
-        self, name: str, key: Hashable, call: Callable[..., Outputs], *tensors: Tensor | None
+        self,
+        name: str,
+        key: Hashable,
+        call: Callable[..., Outputs],
+        *tensors: Tensor | None,
     ) -> Outputs:
         # Whatever made the tokens, the call that reads them finds them here, so that it is
         # recorded once.
@@ -176,7 +194,9 @@ class RecordedExecutor(Executor):
         return self.graphs.run(key, call_into, buffer, *tensors)
 
     def join(
-        self, unread: Int[Tensor, "B 1"], draft_tokens: Int[Tensor, "B K"]
+        self,
+        unread: Int[Tensor, "B 1"],
+        draft_tokens: Int[Tensor, "B K"],
     ) -> Int[Tensor, "B K1"]:
         if not draft_tokens.shape[1]:
             return unread
@@ -195,7 +215,10 @@ class RecordedExecutor(Executor):
         return self.graphs.buffer(name, shape, dtype)
 
     def draft_lengths(
-        self, requested: Sequence[int], num_drafted: int, device: torch.device
+        self,
+        requested: Sequence[int],
+        num_drafted: int,
+        device: torch.device,
     ) -> Int[Tensor, "B"] | None:
         if list(requested) == self._windows:
             # Also if every row is full, so that all rounds are the same calls.
@@ -283,7 +306,10 @@ def _integers(row: Request, window: int) -> list[int]:
 
 
 def next_inputs(
-    values: Int[Tensor, "B 7"], outcome: Tensor, num_draft_tokens: int, vocab_size: int
+    values: Int[Tensor, "B 7"],
+    outcome: Tensor,
+    num_draft_tokens: int,
+    vocab_size: int,
 ) -> Int[Tensor, "B 7"]:
     """The inputs of the next round, computed from those of this one and from its outcome.
 

@@ -232,7 +232,10 @@ class Session:
         return self._plan.adjust(draft, windows)
 
     def _verify(
-        self, unread: list[list[int]], last_two_tokens: Int[Tensor, "B 2"], draft: Draft
+        self,
+        unread: list[list[int]],
+        last_two_tokens: Int[Tensor, "B 2"],
+        draft: Draft,
     ) -> ModelOutput:
         """The target reads its unread tokens and the draft, and scores the last K + 1 positions."""
         valid_lengths: list[int] | None = None
@@ -314,7 +317,11 @@ class Session:
 
     @torch.inference_mode()
     def resume(
-        self, row: Request, prompt: Sequence[int], *, max_new_tokens: int | None = None
+        self,
+        row: Request,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
     ) -> Request:
         """Add the next turn of a conversation, which reuses the state of a row that has ended.
         Returns a new row.

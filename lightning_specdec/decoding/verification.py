@@ -92,7 +92,10 @@ class Verification:
         return outcome
 
     def _process(
-        self, rows: Sequence[Request], draft: Draft, logits: Float[Tensor, "B K1 V"]
+        self,
+        rows: Sequence[Request],
+        draft: Draft,
+        logits: Float[Tensor, "B K1 V"],
     ) -> Float[Tensor, "B K1 V"]:
         """The logits after the logits processors."""
         drafted = draft.tokens.tolist()
@@ -200,7 +203,11 @@ class Verification:
         return events, outcomes, accepted_counts
 
     def _unpack(
-        self, values: list[Any], num_draft_tokens: int, *, has_lengths: bool
+        self,
+        values: list[Any],
+        num_draft_tokens: int,
+        *,
+        has_lengths: bool,
     ) -> _RowVerdict:
         """One row of the outcome, column by column."""
         # Draft tokens are accepted up to the first rejection.
@@ -236,7 +243,9 @@ class Verification:
         return _RowVerdict(num_accepted, endings, drafted, changed, logprobs, likeliest)
 
     def _unpack_likeliest(
-        self, values: list[Any], num_positions: int
+        self,
+        values: list[Any],
+        num_positions: int,
     ) -> tuple[list[Any], list[TopLogprobs]]:
         """The other columns of a row, and the likeliest tokens of each position."""
         count = self.num_top_logprobs

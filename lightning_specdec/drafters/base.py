@@ -77,7 +77,10 @@ class DraftCalls:
         return call(*tensors)
 
     def draft_lengths(
-        self, requested: Sequence[int], num_drafted: int, device: torch.device
+        self,
+        requested: Sequence[int],
+        num_drafted: int,
+        device: torch.device,
     ) -> Int[Tensor, "B"] | None:
         """`Draft.lengths` if `requested` of the `num_drafted` tokens of each row count."""
         if min(requested) >= num_drafted:
@@ -348,7 +351,10 @@ class Drafter(nn.Module, ABC):
         return ()
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> DraftState:
         """Make an empty state for `batch_size` rows.
 
@@ -360,7 +366,11 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         """Return up to `windows[b]` draft tokens for each row b. `sampling` is the session's.
 

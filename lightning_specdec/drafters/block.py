@@ -97,7 +97,9 @@ class BlockLayer(nn.Module):
         self.down = nn.Linear(inner_size, hidden_size, bias=False)
 
     def keys_values(
-        self, normed: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"]
+        self,
+        normed: Float[Tensor, "B T D"],
+        positions: Int[Tensor, "#B T"],
     ) -> KeysValues:
         """Keys and values of T tokens or positions, from their normalized features or inputs."""
         heads = self._split_heads(self.key_value(normed))
@@ -173,7 +175,9 @@ class BlockNetwork(FeatureNetwork):
             nn.init.zeros_(self.markov_output.weight)
 
     def context(
-        self, features: Float[Tensor, "B T D"], positions: Int[Tensor, "#B T"]
+        self,
+        features: Float[Tensor, "B T D"],
+        positions: Int[Tensor, "#B T"],
     ) -> list[KeysValues]:
         """Each layer's keys and values of the target's features."""
         normed = self.context_norm(features)
@@ -181,7 +185,10 @@ class BlockNetwork(FeatureNetwork):
         return [layer.keys_values(normed, positions) for layer in layers]
 
     def forward(
-        self, anchors: Float[Tensor, "B A D"], positions: Int[Tensor, "#B N"], attend: Attend
+        self,
+        anchors: Float[Tensor, "B A D"],
+        positions: Int[Tensor, "#B N"],
+        attend: Attend,
     ) -> Float[Tensor, "B N D"]:
         """The output head's input at the N positions of A blocks.
 
@@ -218,7 +225,9 @@ class BlockNetwork(FeatureNetwork):
         return self.markov_output(before)
 
     def confidence_logit(
-        self, hidden: Float[Tensor, "*B D"], before: Float[Tensor, "*B R"]
+        self,
+        hidden: Float[Tensor, "*B D"],
+        before: Float[Tensor, "*B R"],
     ) -> Float[Tensor, "*B"]:
         """The confidence head: the logit of the probability that a position's token is accepted.
 
@@ -248,7 +257,10 @@ class BlockDrafter(FeatureDrafter):
         return self.settings.block_size
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> FeatureState:
         # The block's keys and values are stored after the text's.
         return super().init_state(batch_size, max_length + self.settings.block_size, context)
@@ -260,7 +272,11 @@ class BlockDrafter(FeatureDrafter):
         return self.network.before(tokens)
 
     def propose(
-        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: Any,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         windows = state.possible_windows(request, windows)
         windows = [min(window, self.max_draft_tokens) for window in windows]
@@ -294,7 +310,10 @@ class BlockDrafter(FeatureDrafter):
         return limit_draft(draft, 1 + is_confident.sum(1))
 
     def _draw_tokens(
-        self, sampler: DraftSampler, hidden: Float[Tensor, "B K D"], anchors: Int[Tensor, "B"]
+        self,
+        sampler: DraftSampler,
+        hidden: Float[Tensor, "B K D"],
+        anchors: Int[Tensor, "B"],
     ) -> Float[Tensor, "B K"]:
         """Draw K tokens of each row, one after the other.
 

@@ -122,7 +122,11 @@ class CrossDraftState(DraftState):
     """The state of the draft model, and every row's text in its tokens."""
 
     def __init__(
-        self, model: LanguageModel, translation: Translation, batch_size: int, capacity: int
+        self,
+        model: LanguageModel,
+        translation: Translation,
+        batch_size: int,
+        capacity: int,
     ) -> None:
         super().__init__(batch_size, lambda: _RowText(TranslatedText(translation)))
         self.model = model
@@ -362,7 +366,10 @@ class CrossVocabulary(SamplingDrafter):
         return deepcopy(self, copies)
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> CrossDraftState:
         # A smaller vocabulary usually has shorter tokens, so a text has more of them.
         capacity = max_length + max_length // 2
@@ -371,7 +378,9 @@ class CrossVocabulary(SamplingDrafter):
         return CrossDraftState(self.model, self.translation, batch_size, capacity)
 
     def to_target(
-        self, logits: Float[Tensor, "B W"], request: DraftRequest
+        self,
+        logits: Float[Tensor, "B W"],
+        request: DraftRequest,
     ) -> Float[Tensor, "B V"]:
         """Convert logits over the draft's tokens to logits over the target's.
 
@@ -382,7 +391,11 @@ class CrossVocabulary(SamplingDrafter):
         return fit_vocabulary(target_logits, request.vocab_size)
 
     def propose(
-        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: Any,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         num_draft_tokens = max(windows)
         if self.model.max_positions is not None:

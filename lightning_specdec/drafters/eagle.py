@@ -57,7 +57,10 @@ class FeatureState(DraftState):
         """Positions that the target scored in its last call."""
 
     def learn(
-        self, hidden: Float[Tensor, "B T FD"], num_scored: int, num_accepted: Sequence[int]
+        self,
+        hidden: Float[Tensor, "B T FD"],
+        num_scored: int,
+        num_accepted: Sequence[int],
     ) -> None:
         """Store the target's hidden states at the tokens of its last call.
 
@@ -94,7 +97,10 @@ class FeatureState(DraftState):
         return possible_windows
 
     def hidden(
-        self, starts: Sequence[int], num_tokens: int, lengths: Sequence[int]
+        self,
+        starts: Sequence[int],
+        num_tokens: int,
+        lengths: Sequence[int],
     ) -> Float[Tensor, "B T FD"]:
         """The target's hidden states at `num_tokens` tokens of each row.
 
@@ -186,7 +192,10 @@ class FeatureDrafter(TrainedDrafter, ABC):
         return self.settings.feature_layers
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> FeatureState:
         assert context is not None, (
             "this draft reads the target's hidden states, so the session must pass the target"
@@ -224,7 +233,10 @@ class EagleDrafter(FeatureDrafter):
         return drafter
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> FeatureState:
         state = super().init_state(batch_size, max_length, context)
         if self.in_openvino is not None:
@@ -232,7 +244,11 @@ class EagleDrafter(FeatureDrafter):
         return state
 
     def propose(
-        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: Any,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         windows = state.possible_windows(request, windows)
         num_draft_tokens = max(windows)
@@ -260,7 +276,9 @@ class EagleDrafter(FeatureDrafter):
         feature, logits = self._advance(state.entry_cache, embedded, hidden, lengths)
 
         def draw_tokens(
-            sampler: DraftSampler, feature: Float[Tensor, "B 1 D"], logits: Float[Tensor, "B W"]
+            sampler: DraftSampler,
+            feature: Float[Tensor, "B 1 D"],
+            logits: Float[Tensor, "B W"],
         ) -> Tensor | None:
             return self._draw_tokens(sampler, state, windows, feature, logits)
 
@@ -336,7 +354,9 @@ class EagleDrafter(FeatureDrafter):
         return limit_draft(draft, lengths)
 
     def _unread(
-        self, state: FeatureState, request: DraftRequest
+        self,
+        state: FeatureState,
+        request: DraftRequest,
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T FD"], list[int], list[int]]:
         """The entries of the text that the network has not read, as `_advance` takes them.
 

@@ -246,7 +246,9 @@ def attention(
 
 
 def rotate(
-    vectors: Float[Tensor, "B H T E"], positions: Int[Tensor, "#B T"], base: float
+    vectors: Float[Tensor, "B H T E"],
+    positions: Int[Tensor, "#B T"],
+    base: float,
 ) -> Float[Tensor, "B H T E"]:
     """Rotary position embedding (Su et al. 2021, "RoFormer").
 

@@ -98,7 +98,9 @@ class LowerState(DecodeState):
         self.advance(hidden.shape[1], valid_lengths)
 
     def _scattered(
-        self, hidden: Float[Tensor, "B T D"], num_ahead: Sequence[int]
+        self,
+        hidden: Float[Tensor, "B T D"],
+        num_ahead: Sequence[int],
     ) -> Float[Tensor, "B N D"]:
         """All outputs, with the new ones written after each row's last valid one."""
         num_tokens = hidden.shape[1]
@@ -121,7 +123,10 @@ class LowerState(DecodeState):
         return ExitStates(num_layers, outputs, self.ahead)
 
     def _select(
-        self, rows: Sequence[int], source: Int[Tensor, "N"], empty: Bool[Tensor, "N"]
+        self,
+        rows: Sequence[int],
+        source: Int[Tensor, "N"],
+        empty: Bool[Tensor, "N"],
     ) -> None:
         raise AssertionError("select rows of the target's state instead")
 
@@ -260,7 +265,10 @@ class EarlyExitDrafter(TrainedDrafter):
         return self.packed("heads")
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> ExitState:
         assert context is not None, (
             "an early exit drafts with the target's layers, so the session must pass the target"
@@ -269,7 +277,11 @@ class EarlyExitDrafter(TrainedDrafter):
 
     @pipelined
     def propose(
-        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: Any,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         model = state.model
         unread = []

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def pad(
-    rows: Sequence[Sequence[int]], device: torch.device, num_columns: int = 0
+    rows: Sequence[Sequence[int]],
+    device: torch.device,
+    num_columns: int = 0,
 ) -> tuple[Int[Tensor, "B T"], list[int] | None]:
     """Right-pad rows of tokens to one tensor with at least `num_columns` columns.
 

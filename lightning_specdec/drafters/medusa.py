@@ -259,7 +259,9 @@ class MedusaDrafter(TrainedDrafter):
         return self.heads[number](hidden.to(self._like.dtype))
 
     def first_logits(
-        self, num_heads: int, hidden: Float[Tensor, "B D"]
+        self,
+        num_heads: int,
+        hidden: Float[Tensor, "B D"],
     ) -> Iterable[Float[Tensor, "B W"]]:
         """The logits of the first `num_heads` heads."""
         if self.in_openvino:
@@ -270,7 +272,10 @@ class MedusaDrafter(TrainedDrafter):
         return [self.logits(number, hidden) for number in range(num_heads)]
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> MedusaState:
         assert context is not None, (
             "Medusa heads read the target's hidden states, so the session must pass the target"
@@ -280,7 +285,11 @@ class MedusaDrafter(TrainedDrafter):
 
     @pipelined
     def propose(
-        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: Any,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         windows = self._possible_windows(state, request, windows)
         if not max(windows):
@@ -300,7 +309,9 @@ class MedusaDrafter(TrainedDrafter):
             num_added = torch.tensor(state.num_added, device=request.last_two_tokens.device)
 
         def draw_tokens(
-            sampler: DraftSampler, scored: Float[Tensor, "B N D"], num_added: Int[Tensor, "B"]
+            sampler: DraftSampler,
+            scored: Float[Tensor, "B N D"],
+            num_added: Int[Tensor, "B"],
         ) -> None:
             # A failed row has added no tokens; any of its positions will do.
             last_position = scored.shape[1] - 1
@@ -323,7 +334,10 @@ class MedusaDrafter(TrainedDrafter):
         return make_draft(outputs, windows, request, num_calls=1)
 
     def _possible_windows(
-        self, state: MedusaState, request: DraftRequest, windows: Sequence[int]
+        self,
+        state: MedusaState,
+        request: DraftRequest,
+        windows: Sequence[int],
     ) -> list[int]:
         """The windows, but 0 for rows without a hidden state, and one token per head at most."""
         possible_windows = []

@@ -85,7 +85,11 @@ class ModelDraftState(DraftState):
         self.model_state.load_row(row, copy, min(length, copy.length))
 
     def begin(
-        self, request: DraftRequest, num_again: int, windows: Sequence[int], num_extra: int
+        self,
+        request: DraftRequest,
+        num_again: int,
+        windows: Sequence[int],
+        num_extra: int,
     ) -> list[Sequence[int]]:
         """Truncate the state to the texts of a request.
 
@@ -123,7 +127,10 @@ class ModelDraftState(DraftState):
         return [text[start:] for start, text in zip(starts, texts, strict=True)]
 
     def _start_over(
-        self, texts: Sequence[Sequence[int]], windows: Sequence[int], num_extra: int
+        self,
+        texts: Sequence[Sequence[int]],
+        windows: Sequence[int],
+        num_extra: int,
     ) -> None:
         """Have rows that outgrow the model's context start over with the end of their text.
 
@@ -192,14 +199,21 @@ class ModelDrafter(SamplingDrafter):
         return ModelDrafter(self.model.fused(), sampling=self.sampling)
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> ModelDraftState:
         model_state = self.model.init_state(batch_size, max_length)
         return ModelDraftState(model_state, self.model.max_positions)
 
     @pipelined
     def propose(
-        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: Any,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         model_state = state.model_state
         windows = self._windows_in_context(windows)

@@ -135,12 +135,18 @@ class NGramDrafter(Drafter):
         return False
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> NGramState:
         return NGramState(batch_size, lambda: _NGramIndex(self.settings))
 
     def look_up(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int]
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
     ) -> list[Sequence[int]]:
         """Each row's draft tokens on the host: at most `windows[b]`, none without a match."""
         final_lengths = request.committed or [len(text) for text in request.texts]
@@ -156,7 +162,11 @@ class NGramDrafter(Drafter):
         return draft_tokens
 
     def propose(
-        self, state: DraftState, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         draft_tokens = self.look_up(state, request, windows)
         return certain(draft_tokens, request.last_two_tokens.device)

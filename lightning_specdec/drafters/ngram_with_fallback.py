@@ -39,7 +39,10 @@ class FallbackState(JointState):
     """The states of the lookup and of the fallback."""
 
     def __init__(
-        self, lookup: DraftState, fallback: DraftState, context: TargetContext | None
+        self,
+        lookup: DraftState,
+        fallback: DraftState,
+        context: TargetContext | None,
     ) -> None:
         super().__init__(lookup, fallback)
         self.lookup = lookup
@@ -118,14 +121,21 @@ class NGramWithFallback(Drafter):
         return {"lookup": self.lookup, "fallback": self.fallback}
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> FallbackState:
         lookup = self.lookup.init_state(batch_size, max_length, context)
         fallback = self.fallback.init_state(batch_size, max_length, context)
         return FallbackState(lookup, fallback, context)
 
     def propose(
-        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: Any,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         matches = self.lookup.look_up(state.lookup, request, windows)
         if not any(matches):

@@ -130,7 +130,9 @@ class _StageDraft:
         return uniform.gather(1, positions.clamp(max=last_position))
 
     def extend(
-        self, logits: Float[Tensor, "B N W"], smaller_tokens: Sequence[Sequence[int]]
+        self,
+        logits: Float[Tensor, "B N W"],
+        smaller_tokens: Sequence[Sequence[int]],
     ) -> list[int]:
         """Draw the larger stage's tokens, and append them up to the first that differs.
 
@@ -261,7 +263,10 @@ class StagedDrafter(Drafter):
         return {"stages": self.stages, "stage_windows": self.window}
 
     def init_state(
-        self, batch_size: int, max_length: int, context: TargetContext | None = None
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext | None = None,
     ) -> StagedState:
         # The stages read whole windows, also where a row needs fewer tokens.
         max_length += self.window
@@ -270,7 +275,11 @@ class StagedDrafter(Drafter):
         return StagedState(larger, smaller)
 
     def propose(
-        self, state: Any, request: DraftRequest, windows: Sequence[int], sampling: Sampling
+        self,
+        state: Any,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
     ) -> Draft:
         larger_state = state.begin(request, windows, self.window)
         stage_draft = _StageDraft(request, windows, self.larger.sampling or sampling)

@@ -42,7 +42,10 @@ def check_state(drafter: Drafter, state: object) -> None:
 
 
 def _check_draft(
-    drafter: Drafter, draft: object, request: DraftRequest, windows: Sequence[int]
+    drafter: Drafter,
+    draft: object,
+    request: DraftRequest,
+    windows: Sequence[int],
 ) -> None:
     where = f"{path_of(type(drafter))}.propose"
     if not isinstance(draft, Draft):

@@ -45,7 +45,12 @@ class StateCache(Cache):
         self.recorded = recorded
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         return self.storage.update(layer_idx, self.slots, key_states, value_states)
 

@@ -155,7 +155,11 @@ class LanguageModel(nn.Module, ABC):
         self._lacks("layers to exit from")
 
     def lower(
-        self, tokens: Int[Tensor, "B T"], state: DecodeState, starts: Sequence[int], num_layers: int
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: DecodeState,
+        starts: Sequence[int],
+        num_layers: int,
     ) -> Float[Tensor, "B T D"]:
         """The output of the first `num_layers` layers for some tokens.
 

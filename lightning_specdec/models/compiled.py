@@ -41,7 +41,11 @@ class _LayerCache:
     span: int
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         # Indices around a slice put the rows and positions first: `[B, T, H, E]`.
         self.keys[self.rows, :, self.positions] = key_states.transpose(1, 2)

@@ -647,7 +647,11 @@ class HuggingFaceLM(LanguageModel):
         return hidden[:, :num_tokens]
 
     def lower(
-        self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int
+        self,
+        tokens: Tensor,
+        state: DecodeState,
+        starts: Sequence[int],
+        num_layers: int,
     ) -> Tensor:
         assert isinstance(state, KVState)
         hidden, call = self._enter(_cache(state, tokens.shape[1], starts), tokens)
@@ -680,7 +684,9 @@ class HuggingFaceLM(LanguageModel):
         return hidden, self.stack.begin(hidden, positions, mask, cache)
 
     def _placed(
-        self, cache: StateCache, window: int | None
+        self,
+        cache: StateCache,
+        window: int | None,
     ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B 1 T S"]]:
         """Positions and mask of a call."""
         positions = cache.slots.positions
@@ -690,7 +696,11 @@ class HuggingFaceLM(LanguageModel):
         return positions, additive(cache.storage.mask(cache.slots, window), self.dtype)
 
     def _by_parts(
-        self, entered: Entered, first_layer: int, logits_for: Places, features: Sequence[int]
+        self,
+        entered: Entered,
+        first_layer: int,
+        logits_for: Places,
+        features: Sequence[int],
     ) -> ModelOutput:
         """The layers from `first_layer` on, the final norm, the output head."""
         stack = self.stack
@@ -775,7 +785,12 @@ class HuggingFaceLM(LanguageModel):
         return len(state.storage.layers) == self.stack.num_layers and min(state.consumed) > 0
 
     def read_at(
-        self, state: KVStorage, span: int, tokens: Tensor, starts: Tensor, num_layers: int | None
+        self,
+        state: KVStorage,
+        span: int,
+        tokens: Tensor,
+        starts: Tensor,
+        num_layers: int | None,
     ) -> Tensor:
         end_layer = self.stack.num_layers if num_layers is None else num_layers
         hidden, call = self._enter(_recorded_cache(state, span, tokens, starts), tokens)
@@ -802,7 +817,10 @@ class HuggingFaceLM(LanguageModel):
         position_table = logits_for if isinstance(logits_for, Tensor) else None
 
         def read(
-            tokens: Tensor, starts: Tensor, positions: Tensor | None, lower: Tensor | None
+            tokens: Tensor,
+            starts: Tensor,
+            positions: Tensor | None,
+            lower: Tensor | None,
         ) -> Outputs:
             layer_input = tokens
             if lower is not None:
@@ -893,7 +911,10 @@ def _cache(state: KVState, num_tokens: int, starts: Sequence[int] | None = None)
 
 
 def _recorded_cache(
-    storage: KVStorage, span: int, tokens: Tensor, starts: Int[Tensor, "B"]
+    storage: KVStorage,
+    span: int,
+    tokens: Tensor,
+    starts: Int[Tensor, "B"],
 ) -> StateCache:
     """The cache of a call whose positions only the device has."""
     positions = starts[:, None] + torch.arange(tokens.shape[1], device=starts.device)

@@ -126,7 +126,9 @@ class LayerStack:
         return len(self.layers)
 
     def embed(
-        self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "#B T"]
+        self,
+        tokens: Int[Tensor, "B T"],
+        positions: Int[Tensor, "#B T"],
     ) -> Float[Tensor, "B T D"]:
         """The first layer's input."""
         hidden: Tensor = getattr(self.inner, self._embedding_name)(tokens)
@@ -154,7 +156,11 @@ class LayerStack:
         return call
 
     def run(
-        self, hidden: Float[Tensor, "B T D"], call: Call, start: int, end: int
+        self,
+        hidden: Float[Tensor, "B T D"],
+        call: Call,
+        start: int,
+        end: int,
     ) -> Float[Tensor, "B T D"]:
         """The output of layer `end - 1` for the input of layer `start`."""
         for layer in self.layers[start:end]:

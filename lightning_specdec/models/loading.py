@@ -180,7 +180,11 @@ def _is_known(settings: Any) -> bool:
 
 
 def _check_quantized(
-    name: str, method: str, quantization: str | None, backend: str, adapter: Adapter | None
+    name: str,
+    method: str,
+    quantization: str | None,
+    backend: str,
+    adapter: Adapter | None,
 ) -> None:
     """Raise ValueError for what quantized weights cannot be combined with."""
     if quantization is not None:
@@ -234,7 +238,10 @@ def _read_shapes(path: Path) -> list[list[int]]:
 
 
 def _checked_empty_model(
-    name: str, config: PreTrainedConfig, limits: tuple[int, int], trust_remote_code: bool
+    name: str,
+    config: PreTrainedConfig,
+    limits: tuple[int, int],
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """The model without memory; ValueError if it cannot be decoded."""
     from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -439,7 +446,9 @@ def check_openvino(device: str | torch.device, dtype: torch.dtype | None = None)
 
 
 def in_backend(
-    model: HuggingFaceLM, backend: str, quantization: str | None = None
+    model: HuggingFaceLM,
+    backend: str,
+    quantization: str | None = None,
 ) -> HuggingFaceLM:
     """The model itself, or the same in OpenVINO, for decoding only.
 

@@ -285,7 +285,10 @@ class Compiled:
         return cls(model, dtype, memory)
 
     def run(
-        self, inputs: Sequence[Any], state: PagedState | None = None, first_layer: int = 0
+        self,
+        inputs: Sequence[Any],
+        state: PagedState | None = None,
+        first_layer: int = 0,
     ) -> list[Tensor]:
         """Compute the network's outputs.
 
@@ -401,7 +404,10 @@ def _next_token_inputs(past_lengths: Any) -> list[Any]:
 
 
 def _paged_attention(
-    node: Any, caches: Sequence[Any], attention_inputs: Sequence[Any], window: int
+    node: Any,
+    caches: Sequence[Any],
+    attention_inputs: Sequence[Any],
+    window: int,
 ) -> Any:
     """OpenVINO's paged attention for an `Attention`, without sinks, eviction and sparsity."""
 
@@ -736,7 +742,11 @@ class OpenVINOLM(HuggingFaceLM):
 
     @torch.no_grad()
     def lower(
-        self, tokens: Tensor, state: DecodeState, starts: Sequence[int], num_layers: int
+        self,
+        tokens: Tensor,
+        state: DecodeState,
+        starts: Sequence[int],
+        num_layers: int,
     ) -> Tensor:
         assert isinstance(state, PagedState)
         # Tokens after a row's last slot are padding to the length of longer rows.
@@ -804,7 +814,11 @@ class OpenVINOLM(HuggingFaceLM):
         return self._as_rows(hidden, call, lengths, shape), padded_features
 
     def _as_rows(
-        self, outputs: Tensor, call: PagedCall, lengths: Sequence[int], shape: torch.Size
+        self,
+        outputs: Tensor,
+        call: PagedCall,
+        lengths: Sequence[int],
+        shape: torch.Size,
     ) -> Tensor:
         """A layer's output `[P, 1, D]` as rows `[B, T, D]` in the model's dtype, with zeros at
         padding."""
@@ -821,7 +835,10 @@ class OpenVINOLM(HuggingFaceLM):
 
 
 def _plan(
-    state: PagedState, starts: Sequence[int], lengths: Sequence[int], sizes: CallSizes
+    state: PagedState,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    sizes: CallSizes,
 ) -> PagedCall:
     """Plan a call, padded to a size that keeps the network's shapes."""
     context = 0
@@ -835,7 +852,9 @@ def _plan(
 
 
 def _scored_indices(
-    lengths: Sequence[int], num_tokens: int, logits_for: Tensor | slice | None
+    lengths: Sequence[int],
+    num_tokens: int,
+    logits_for: Tensor | slice | None,
 ) -> np.ndarray:
     """Indices `[B, K]` among the N tokens of the positions to score; 0 for those at padding."""
     if isinstance(logits_for, Tensor):

@@ -67,7 +67,13 @@ class _TracedAttention(nn.Module):
     """Becomes `Attention` when a network is traced. It only returns the right shape."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: Tensor, *past: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sizes: Tensor,
+        scale: Tensor,
+        *past: Tensor,
     ) -> Tensor:
         return query + key.sum() + value.sum()
 
@@ -154,7 +160,11 @@ class _NoCache(Cache):
         super().__init__(layers=[])
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
@@ -186,7 +196,10 @@ class _WholeModel(nn.Module):
 
 
 def convert(
-    model: HuggingFaceLM, directory: Path, dtype: torch.dtype, quantization: str | None = None
+    model: HuggingFaceLM,
+    directory: Path,
+    dtype: torch.dtype,
+    quantization: str | None = None,
 ) -> None:
     """Write a model to a directory as `model.xml`, with its weights in `model.bin`.
 
@@ -246,7 +259,10 @@ def save(model: ov.Model, directory: Path) -> None:
 
 
 def traced(
-    network: nn.Module, example: tuple[Tensor, ...], dtype: torch.dtype, quantization: str | None
+    network: nn.Module,
+    example: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    quantization: str | None,
 ) -> ov.Model:
     """A torch network in OpenVINO's operations and `Attention`. Other arguments as of `convert`.
 

@@ -275,7 +275,11 @@ class PagedState(DecodeState):
         return PagedCall(inputs, sum(row_lengths), sources, destinations)
 
     def _padded_lengths(
-        self, starts: Sequence[int], lengths: Sequence[int], size: int, num_slots: int
+        self,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        size: int,
+        num_slots: int,
     ) -> list[int]:
         """How many tokens a call computes for each row, padding included."""
         padded_lengths = []

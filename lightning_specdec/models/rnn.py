@@ -93,7 +93,9 @@ class RNN(LanguageModel):
         return ModelOutput(logits, requested_features, logits_for)
 
     def run_layers(
-        self, tokens: Int[Tensor, "B T"], hidden: Sequence[Tensor | None]
+        self,
+        tokens: Int[Tensor, "B T"],
+        hidden: Sequence[Tensor | None],
     ) -> list[Float[Tensor, "B T H"]]:
         """Each layer's hidden states after each token.
 

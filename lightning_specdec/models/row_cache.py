@@ -327,7 +327,11 @@ class RowReader:
         return [1] * num_tokens
 
     def _call(
-        self, row: SnapshotRow, tokens: Int[Tensor, "T"], start: int, output: _RowOutput
+        self,
+        row: SnapshotRow,
+        tokens: Int[Tensor, "T"],
+        start: int,
+        output: _RowOutput,
     ) -> None:
         """One call of the model, which continues a row.
 
@@ -486,7 +490,10 @@ class RowReader:
         log.warning("%s reads one token a call, so drafts save no time: %s", name, reason)
 
     def _measured_logits(
-        self, tokens: Int[Tensor, "T"], call_lengths: Sequence[int], num_removed: int
+        self,
+        tokens: Int[Tensor, "T"],
+        call_lengths: Sequence[int],
+        num_removed: int,
     ) -> Float[Tensor, "N V"]:
         """Logits of all tokens after a prompt.
 

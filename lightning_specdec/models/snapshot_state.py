@@ -180,7 +180,10 @@ class SnapshotState(DecodeState):
     shares_calls = False
 
     def __init__(
-        self, batch_size: int, device: torch.device, new_cache: Callable[[], RowCache]
+        self,
+        batch_size: int,
+        device: torch.device,
+        new_cache: Callable[[], RowCache],
     ) -> None:
         super().__init__(batch_size, device)
         self._new_cache = new_cache

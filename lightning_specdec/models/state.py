@@ -206,7 +206,12 @@ class RecurrentState(DecodeState):
     """
 
     def __init__(
-        self, batch_size: int, state_size: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        batch_size: int,
+        state_size: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(batch_size, device)
         # Slot s holds a row's state after `_origin + s` tokens. Consecutive slots lie in chunks,
@@ -324,7 +329,12 @@ class KVStorage:
     """
 
     def __init__(
-        self, batch_size: int, num_slots: int, *, device: torch.device, graphs: GraphCache | None
+        self,
+        batch_size: int,
+        num_slots: int,
+        *,
+        device: torch.device,
+        graphs: GraphCache | None,
     ) -> None:
         self.num_slots = num_slots
         self.graphs = graphs

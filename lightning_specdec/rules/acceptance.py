@@ -154,7 +154,11 @@ class ExactMatch(AcceptanceRule):
     draft_purpose = Purpose.CORRECT
 
     def judge(
-        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+        self,
+        draft: Draft,
+        target_logits: Tensor,
+        sampling: Sampling,
+        noise: Tensor | None,
     ) -> Verdict:
         target_tokens = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
         matches = draft.tokens == target_tokens[:, :-1]
@@ -172,7 +176,11 @@ class RejectionSampling(AcceptanceRule):
     lossless = True
 
     def judge(
-        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+        self,
+        draft: Draft,
+        target_logits: Tensor,
+        sampling: Sampling,
+        noise: Tensor | None,
     ) -> Verdict:
         target_probs = sampling.probs(target_logits)
         verified_probs = target_probs[:, :-1]  # at the positions of draft tokens
@@ -230,12 +238,19 @@ class _LossyRule(AcceptanceRule):
 
     @abstractmethod
     def accepts(
-        self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K V"],
+        sampling: Sampling,
     ) -> Bool[Tensor, "B K"]:
         """Whether each draft token meets the criterion."""
 
     def judge(
-        self, draft: Draft, target_logits: Tensor, sampling: Sampling, noise: Tensor | None
+        self,
+        draft: Draft,
+        target_logits: Tensor,
+        sampling: Sampling,
+        noise: Tensor | None,
     ) -> Verdict:
         target_tokens = sampling.sample(target_logits, column(noise, Purpose.CORRECT))
         accepted = self.accepts(draft, target_logits[:, :-1], sampling)
@@ -263,7 +278,10 @@ class EpsilonThreshold(_LossyRule):
     needs_draft_logits = True
 
     def accepts(
-        self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K V"],
+        sampling: Sampling,
     ) -> Bool[Tensor, "B K"]:
         assert draft.logits is not None, "the session refuses drafters without logits"
         target_probs = SOFTMAX.probs(target_logits)
@@ -293,7 +311,10 @@ class TypicalAcceptance(_LossyRule):
     settings: TypicalSettings
 
     def accepts(
-        self, draft: Draft, target_logits: Float[Tensor, "B K V"], sampling: Sampling
+        self,
+        draft: Draft,
+        target_logits: Float[Tensor, "B K V"],
+        sampling: Sampling,
     ) -> Bool[Tensor, "B K"]:
         # A one-hot distribution has entropy 0, so the criterion would be an exact match.
         target_probs = sampling.without_greedy.probs(target_logits)

@@ -37,7 +37,9 @@ class RepetitionPenalty:
     penalty: float
 
     def __call__(
-        self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
+        self,
+        prefix: Int[Tensor, "1 T"],
+        scores: Float[Tensor, "1 V"],
     ) -> Float[Tensor, "1 V"]:
         prefix_scores = scores.gather(1, prefix)
         multiplied = prefix_scores * self.penalty
@@ -61,7 +63,9 @@ class PresencePenalty:
     prompt_length: int
 
     def __call__(
-        self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
+        self,
+        prefix: Int[Tensor, "1 T"],
+        scores: Float[Tensor, "1 V"],
     ) -> Float[Tensor, "1 V"]:
         new_tokens = prefix[0, self.prompt_length :]
         counts = torch.bincount(new_tokens, minlength=scores.shape[-1])
@@ -79,7 +83,9 @@ class LogitBias:
     biases: tuple[tuple[int, float], ...]
 
     def __call__(
-        self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
+        self,
+        prefix: Int[Tensor, "1 T"],
+        scores: Float[Tensor, "1 V"],
     ) -> Float[Tensor, "1 V"]:
         tokens, biases = zip(*self.biases, strict=True)
         index = torch.tensor([tokens], device=scores.device)
@@ -142,7 +148,9 @@ class Sampling(SamplingSettings):
         return SOFTMAX if self.greedy else self
 
     def mark_failed(
-        self, tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]
+        self,
+        tokens: Int[Tensor, "*B"],
+        logits: Float[Tensor, "*B V"],
     ) -> Int[Tensor, "*B"]:
         """The drawn tokens, but V, which is no token, where the logits are not finite.
 
@@ -204,7 +212,9 @@ class Sampling(SamplingSettings):
                 break
 
     def _process_position(
-        self, prefix: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"]
+        self,
+        prefix: Int[Tensor, "1 T"],
+        scores: Float[Tensor, "1 V"],
     ) -> Float[Tensor, "1 V"]:
         """Apply all processors to the scores after one prefix."""
         expected_shape = scores.shape
@@ -246,7 +256,9 @@ class Sampling(SamplingSettings):
         return probs
 
     def sample(
-        self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None
+        self,
+        logits: Float[Tensor, "*B V"],
+        uniform: Float[Tensor, "*B"] | None,
     ) -> Int[Tensor, "*B"]:
         """Draw a token from each distribution.
 
@@ -257,7 +269,9 @@ class Sampling(SamplingSettings):
         return tokens
 
     def sample_with_probs(
-        self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None
+        self,
+        logits: Float[Tensor, "*B V"],
+        uniform: Float[Tensor, "*B"] | None,
     ) -> tuple[Int[Tensor, "*B"], Float[Tensor, "*B V"] | None]:
         """Like `sample`, but also return the distributions, or None at temperature 0."""
         if self.greedy:
@@ -318,7 +332,9 @@ class RowSampling(Sampling):
         return groups
 
     def mark_failed(
-        self, tokens: Int[Tensor, "*B"], logits: Float[Tensor, "*B V"]
+        self,
+        tokens: Int[Tensor, "*B"],
+        logits: Float[Tensor, "*B V"],
     ) -> Int[Tensor, "*B"]:
         marked_tokens = tokens.clone()
         for sampling, rows in self._groups().items():
@@ -348,7 +364,9 @@ class RowSampling(Sampling):
         return probs
 
     def sample_with_probs(
-        self, logits: Float[Tensor, "*B V"], uniform: Float[Tensor, "*B"] | None
+        self,
+        logits: Float[Tensor, "*B V"],
+        uniform: Float[Tensor, "*B"] | None,
     ) -> tuple[Int[Tensor, "*B"], Float[Tensor, "*B V"] | None]:
         if self.greedy:
             return largest(logits), None

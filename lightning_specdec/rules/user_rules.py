@@ -31,7 +31,10 @@ def judged(
 
 
 def _check_verdict(
-    rule: AcceptanceRule, verdict: object, draft: Draft, target_logits: Tensor
+    rule: AcceptanceRule,
+    verdict: object,
+    draft: Draft,
+    target_logits: Tensor,
 ) -> None:
     where = f"{path_of(type(rule))}.judge"
     if not isinstance(verdict, Verdict):

@@ -322,7 +322,11 @@ class CompletionFormat(AnswerFormat):
         return self._choice(choice, "", [], choice.finish_reason)
 
     def _choice(
-        self, choice: Choice, text: str, scores: Sequence[TokenScore], finish_reason: str | None
+        self,
+        choice: Choice,
+        text: str,
+        scores: Sequence[TokenScore],
+        finish_reason: str | None,
     ) -> Json:
         return {
             "index": choice.index,

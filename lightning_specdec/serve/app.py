@@ -210,7 +210,10 @@ class Api:
             self.engine.cancel(generation)
 
     async def _finally_cancel(
-        self, job: Job, watcher: asyncio.Task[None], events: AsyncIterator[bytes]
+        self,
+        job: Job,
+        watcher: asyncio.Task[None],
+        events: AsyncIterator[bytes],
     ) -> AsyncIterator[bytes]:
         """The events of a stream. Whatever ends it, its generations are cancelled."""
         try:
@@ -394,7 +397,10 @@ class Guard:
 
 
 def make_app(
-    service: Service, metrics: Metrics, settings: ServeSettings, api_key: str | None
+    service: Service,
+    metrics: Metrics,
+    settings: ServeSettings,
+    api_key: str | None,
 ) -> Starlette:
     """The application.
 

@@ -50,7 +50,9 @@ _SERVE = (
 
 
 def render_chat_template(
-    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
 ) -> str:
     """The text of a chat, up to where the model's answer begins.
 

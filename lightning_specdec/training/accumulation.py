@@ -60,7 +60,10 @@ def upcoming_batches(trainer: Trainer, data: LightningDataModule, count: int) ->
 
 
 def rewind_to_step(
-    checkpoint: dict[str, Any], trainer: Trainer, *, is_validation_open: bool = False
+    checkpoint: dict[str, Any],
+    trainer: Trainer,
+    *,
+    is_validation_open: bool = False,
 ) -> None:
     """Let a checkpoint from the middle of an optimizer step resume at the step's first batch.
 

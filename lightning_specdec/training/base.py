@@ -160,7 +160,11 @@ class SpeculativeTraining(LightningModule, ABC):
         self.log("train/learning_rate", float(rate), on_step=True, on_epoch=False)
 
     def log_losses(
-        self, losses: Mapping[str, Tensor], num_tokens: int | Tensor, *, prog_bar: bool = True
+        self,
+        losses: Mapping[str, Tensor],
+        num_tokens: int | Tensor,
+        *,
+        prog_bar: bool = True,
     ) -> None:
         """Log `train/NAME`, the mean over an epoch's tokens, of means over `num_tokens` tokens."""
         named_losses = {f"train/{name}": loss for name, loss in losses.items()}

@@ -139,7 +139,11 @@ class BlockTraining(FeatureTraining):
         return network.output(slot_hidden) + network.bias(markov_input)
 
     def step_losses(
-        self, number: int, hidden: Tensor, log_probs: Tensor, labels: Tensor
+        self,
+        number: int,
+        hidden: Tensor,
+        log_probs: Tensor,
+        labels: Tensor,
     ) -> Float[Tensor, "N"]:
         """See `DistillationTraining`; also trains the confidence head.
 
@@ -187,7 +191,10 @@ def blocks(
     text_keys_values = network.context(features, token_indices[None])
 
     def attend(
-        layer_index: int, queries: Tensor, keys: Tensor, values: Tensor
+        layer_index: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> Float[Tensor, "B H N E"]:
         text_keys, text_values = text_keys_values[layer_index]
         return _attend_in_blocks(

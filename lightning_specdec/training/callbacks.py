@@ -117,12 +117,21 @@ class RunProgressBar(ProgressBar):
         self._last_refresh = -math.inf
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         self._batch_start = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         now = time.perf_counter()
         lengths = getattr(batch, "lengths", None)
@@ -153,7 +162,10 @@ class RunProgressBar(ProgressBar):
         self._show_metrics(trainer, pl_module)
 
     def _show_metrics(
-        self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor | None = None
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        loss: torch.Tensor | None = None,
     ) -> None:
         if self._bar is None or self._bar.disable:
             return
@@ -197,7 +209,10 @@ class RunProgressBar(ProgressBar):
         self._close()
 
     def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        exception: BaseException,
     ) -> None:
         self._close()
 
@@ -239,7 +254,10 @@ class ShowActivity(Callback):
         self._end()
 
     def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        exception: BaseException,
     ) -> None:
         self._end()
 
@@ -302,7 +320,10 @@ class SaveNewest(Callback):
         self._is_validating = False
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        checkpoint: dict[str, Any],
     ) -> None:
         # Without a mark, Lightning would skip a validation that has not begun a batch.
         is_validation_open = self._is_saving or self._is_validating
@@ -397,7 +418,9 @@ class HyperparameterTable(Callback):
 
 
 def _write_row(
-    logger: TensorBoardLogger, arguments: dict[str, Any], metrics: dict[str, float]
+    logger: TensorBoardLogger,
+    arguments: dict[str, Any],
+    metrics: dict[str, float],
 ) -> None:
     """Write a row of the HParams tab, which refers to metrics by name.
 

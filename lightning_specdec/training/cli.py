@@ -199,7 +199,10 @@ class TrainingCLI(LightningCLI):
         return {sys.argv[1]: verbs[sys.argv[1]] | {"weights_only"}}
 
     def _prepare_subcommand_parser(
-        self, klass: type, subcommand: str, **kwargs: Any
+        self,
+        klass: type,
+        subcommand: str,
+        **kwargs: Any,
     ) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand not in ("fit", "generate"):

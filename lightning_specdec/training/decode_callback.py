@@ -110,7 +110,10 @@ class DecodeHeldOut(Callback):
         return metrics
 
     def _write_samples(
-        self, trainer: Trainer, row_pairs: Sequence[tuple[RowResult, RowResult]], verdict: str
+        self,
+        trainer: Trainer,
+        row_pairs: Sequence[tuple[RowResult, RowResult]],
+        verdict: str,
     ) -> None:
         """Write the verdict, and the table of texts, a row for each prompt: standard and
         speculative decoding."""

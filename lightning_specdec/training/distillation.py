@@ -292,7 +292,11 @@ class DistillationTraining(SpeculativeTraining):
         )
 
     def _learned(
-        self, step: DraftStep, mask: Bool[Tensor, "B M"], batch: Batch, outputs: TargetOutputs
+        self,
+        step: DraftStep,
+        mask: Bool[Tensor, "B M"],
+        batch: Batch,
+        outputs: TargetOutputs,
     ) -> LearnedPositions:
         """Select a step's positions under a mask."""
         labels = batch.tokens[:, step.predicted][mask]
@@ -438,7 +442,9 @@ class DistillationTraining(SpeculativeTraining):
         return means
 
     def _judge(
-        self, number: int, positions: LearnedPositions
+        self,
+        number: int,
+        positions: LearnedPositions,
     ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"], Float[Tensor, "N"]]:
         """The loss, and the probability of acceptance at temperature 0 and at temperature 1."""
         num_logits = positions.log_probs.shape[-1]

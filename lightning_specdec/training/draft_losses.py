@@ -68,7 +68,10 @@ class DraftLoss(ABC):
         return torch.cat(losses)
 
     def _values_of_logits(
-        self, draft_logits: Tensor, target_log_probs: Tensor, labels: Tensor
+        self,
+        draft_logits: Tensor,
+        target_log_probs: Tensor,
+        labels: Tensor,
     ) -> Tensor:
         log_draft = draft_logits.float().log_softmax(-1)
         # The difference of two large logits may overflow to -inf.

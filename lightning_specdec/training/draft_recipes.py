@@ -139,7 +139,9 @@ def _batch_size(target: TargetShape, device: str) -> int:
 
 
 def _trainer_arguments(
-    run_name: str, minutes: float | None, num_decoded_tokens: int
+    run_name: str,
+    minutes: float | None,
+    num_decoded_tokens: int,
 ) -> dict[str, Any]:
     """Arguments of the Trainer: callbacks, logger, and the length of the run."""
     best_draft = {"monitor": "val/block_efficiency", "mode": "max"}

@@ -99,7 +99,9 @@ class EarlyExitTraining(SpeculativeTraining):
         return f"exit_{layer}/teacher_forced_"
 
     def hidden_states(
-        self, tokens: Int[Tensor, "B T"], is_run: Bool[Tensor, "L B"] | None = None
+        self,
+        tokens: Int[Tensor, "B T"],
+        is_run: Bool[Tensor, "L B"] | None = None,
     ) -> list[Float[Tensor, "B T D"]]:
         """The output of every layer.
 

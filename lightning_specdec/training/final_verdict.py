@@ -20,7 +20,9 @@ USELESS_RATE = 0.05
 
 
 def final_verdict(
-    module: SpeculativeTraining, data: TokenData, callbacks: list[Callback] | None = None
+    module: SpeculativeTraining,
+    data: TokenData,
+    callbacks: list[Callback] | None = None,
 ) -> str:
     """Whether the trained draft pays on held-out prompts, in a sentence.
 

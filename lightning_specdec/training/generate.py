@@ -217,7 +217,10 @@ class GenerateText(LightningModule):
         self.manifest = self._make_manifest(target, data, prompts)
 
     def _make_manifest(
-        self, target: Any, data: PromptSource, prompts: Sequence[Sequence[int]]
+        self,
+        target: Any,
+        data: PromptSource,
+        prompts: Sequence[Sequence[int]],
     ) -> dict[str, Any]:
         """What the text depends on: a directory with another manifest belongs to another run."""
         assert target.origin is not None, "a loaded model has files"
@@ -370,7 +373,9 @@ class GenerateText(LightningModule):
         return len(rows)
 
     def _continue_all(
-        self, prompts: Mapping[int, Sequence[int]], sampling: Sampling
+        self,
+        prompts: Mapping[int, Sequence[int]],
+        sampling: Sampling,
     ) -> dict[int, list[int]]:
         """The new tokens of every prompt, from the engine or from this package."""
         options: dict[str, Any] = {

@@ -27,7 +27,9 @@ Means = dict[str, tuple[Tensor, int]]
 
 
 def next_token_loss(
-    logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"], reduction: str = "mean"
+    logits: Float[Tensor, "B T V"],
+    labels: Int[Tensor, "B T"],
+    reduction: str = "mean",
 ) -> Tensor:
     """Cross-entropy in nats on the next token, over the labels that are not padding.
 
@@ -42,7 +44,9 @@ def next_token_loss(
 
 
 def next_token_means(
-    name: str, logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]
+    name: str,
+    logits: Float[Tensor, "B T V"],
+    labels: Int[Tensor, "B T"],
 ) -> Means:
     """`NAME_loss` and `NAME_accuracy`, the share of tokens that are the most likely ones."""
     loss = next_token_loss(logits, labels)
@@ -73,7 +77,10 @@ def overlap(
 
 
 def draft_windows(
-    num_new: Int[Tensor, "B"], num_draft_tokens: int, *, first_round: bool = True
+    num_new: Int[Tensor, "B"],
+    num_draft_tokens: int,
+    *,
+    first_round: bool = True,
 ) -> Int[Tensor, "B N"]:
     """Number of draft tokens of a round that starts at new token j.
 

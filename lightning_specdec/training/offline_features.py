@@ -91,7 +91,11 @@ class OfflineFeatures(OnlineFeatures):
 
     @torch.no_grad()
     def prepare(
-        self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]
+        self,
+        target: LanguageModel,
+        data: TokenData,
+        layers: Sequence[int],
+        splits: Sequence[str],
     ) -> None:
         """Compute the missing shards, each process its share.
 
@@ -254,7 +258,10 @@ class OfflineFeatures(OnlineFeatures):
         return arrays
 
     def _run_target(
-        self, target: LanguageModel, tokens: Int[Tensor, "B T"], layers: Sequence[int]
+        self,
+        target: LanguageModel,
+        tokens: Int[Tensor, "B T"],
+        layers: Sequence[int],
     ) -> dict[str, Tensor]:
         """A shard's arrays for some rows: hidden states, most likely tokens, normalizers."""
         # A frozen target computes as it does in decoding, without mixed precision.
@@ -288,7 +295,11 @@ class AutoFeatures(OfflineFeatures):
 
     @torch.no_grad()
     def prepare(
-        self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]
+        self,
+        target: LanguageModel,
+        data: TokenData,
+        layers: Sequence[int],
+        splits: Sequence[str],
     ) -> None:
         """Choose once for a run, then prepare the cache if it is used."""
         if "train" in splits:
@@ -297,7 +308,11 @@ class AutoFeatures(OfflineFeatures):
             super().prepare(target, data, layers, splits)
 
     def read(
-        self, target: LanguageModel, batch: Batch, split: str, **options: Any
+        self,
+        target: LanguageModel,
+        batch: Batch,
+        split: str,
+        **options: Any,
     ) -> TargetOutputs:
         """See `OnlineFeatures.read`."""
         if self.online:
@@ -391,7 +406,9 @@ def _pad_tokens(values: Tensor, num_tokens: int) -> Tensor:
 
 
 def _head_logits(
-    target: LanguageModel, hidden: Float[Tensor, "B T D"], tokens: Int[Tensor, "W"] | None
+    target: LanguageModel,
+    hidden: Float[Tensor, "B T D"],
+    tokens: Int[Tensor, "W"] | None,
 ) -> Float[Tensor, "B T W"]:
     """The output head's float32 logits of some tokens, of all when None.
 

@@ -40,7 +40,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self.written: set[Path] = set()
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,
     ) -> None:
         archive.write(path, checkpoint)
         self.written.add(Path(path).resolve())
@@ -217,7 +220,12 @@ def seen_from_here(path: str | Path) -> str:
 
 
 def check_checkpoint(
-    path: str, trainer: Trainer, model: LightningModule, data: Any, *, resume: bool
+    path: str,
+    trainer: Trainer,
+    model: LightningModule,
+    data: Any,
+    *,
+    resume: bool,
 ) -> int:
     """Check that the Trainer can use this checkpoint for this model, and can resume from it.
 
@@ -262,7 +270,11 @@ def check_checkpoint(
 
 
 def _check_shapes(
-    path: str, weights: Mapping[str, Any], model: LightningModule, *, has_target: bool
+    path: str,
+    weights: Mapping[str, Any],
+    model: LightningModule,
+    *,
+    has_target: bool,
 ) -> None:
     """Raise ValueError unless the weights have the names and shapes of the model's."""
     shapes = {name: tensor.shape for name, tensor in weights.items()}

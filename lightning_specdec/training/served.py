@@ -220,7 +220,12 @@ def _absolute(name: str) -> str:
 
 @contextmanager
 def served(
-    engine: str, target: str, *, dtype: str | None, batch_size: int, max_length: int
+    engine: str,
+    target: str,
+    *,
+    dtype: str | None,
+    batch_size: int,
+    max_length: int,
 ) -> Iterator[Endpoint]:
     """A server for a run, which ends with the context if it was started here.
 
@@ -276,7 +281,13 @@ def _free_port() -> int:
 
 
 def _server_command(
-    python: str, target: str, port: int, *, dtype: str | None, batch_size: int, max_length: int
+    python: str,
+    target: str,
+    port: int,
+    *,
+    dtype: str | None,
+    batch_size: int,
+    max_length: int,
 ) -> list[str]:
     """The command line that starts vLLM's server on this machine."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server"]
@@ -292,7 +303,11 @@ def _server_command(
 
 
 def _wait_until_ready(
-    process: subprocess.Popen[bytes], log: TextIO, url: str, target: str, engine: str
+    process: subprocess.Popen[bytes],
+    log: TextIO,
+    url: str,
+    target: str,
+    engine: str,
 ) -> Endpoint:
     """The endpoint of a started server, once it answers.
 

@@ -57,7 +57,11 @@ class OnlineFeatures:
     """Runs the target on each training batch."""
 
     def prepare(
-        self, target: LanguageModel, data: TokenData, layers: Sequence[int], splits: Sequence[str]
+        self,
+        target: LanguageModel,
+        data: TokenData,
+        layers: Sequence[int],
+        splits: Sequence[str],
     ) -> None:
         """Called in every process when a run starts, with the splits that it will read.
 

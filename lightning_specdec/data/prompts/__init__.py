@@ -32,7 +32,9 @@ def shipped_prompts(domains: Sequence[str] | None = None) -> list[Prompt]:
 
 
 def by_domain(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, domains: Sequence[str] | None = None
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    domains: Sequence[str] | None = None,
 ) -> dict[str, list[Prompt]]:
     """Prompts by domain as a target reads them.
 
