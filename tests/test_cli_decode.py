@@ -216,6 +216,24 @@ def result(*token_rows: list[int], rule: str | None = None) -> DecodeResult:
     return DecodeResult(rows, 1.0, {}, 2, 0, rule=rule)
 
 
+def test_without_repeats_only_the_prompts_that_fit_into_the_time_are_measured(
+    ckpt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ("--prompt", "1 2 3", "--prompt", "2 4 6", "--prompt", "3 6 9")
+    monkeypatch.setattr(decode, "MAX_MEASURE_SECONDS", 0.0)
+
+    shown = succeed("decode", ckpt, *prompts)
+    assert "the first 1 of 3 prompts, batch size 1" in shown.out
+    document = succeed("decode", ckpt, *prompts, "--batch_size", "2", "--output", "json").json
+    assert document["num_measured_prompts"] == 2
+    assert document["summary"]["standard"]["num_new_tokens"] == 2 * decode.FEW_TOKENS
+    assert len(document["prompts"]) == 3
+
+    # Who asks for repeats gets them, of all prompts.
+    document = succeed("decode", ckpt, *prompts, "--repeats", "1", "--output", "json").json
+    assert document["num_measured_prompts"] == 3
+
+
 def test_ctrl_c_keeps_the_batches_that_are_over_and_the_current_one(
     ckpt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

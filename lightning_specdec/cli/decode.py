@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from argparse import Namespace
@@ -39,6 +40,8 @@ lightning_specdec decode --target ./llama --drafter NGramDrafter --drafter.max_n
 lightning_specdec decode --target ./llama --drafter EarlyExitDrafter --drafter.exit_layer 3"""
 MEASURE_SECONDS = 20.0
 """Time for measuring if --repeats is not given, provided that a repeat fits into it."""
+MAX_MEASURE_SECONDS = 60.0
+"""If --repeats is not given and one repeat takes longer, only the first prompts are measured."""
 MAX_REPEATS = 10
 MIN_WARMUP_SECONDS = 1.0
 """A first run of at least this many seconds has warmed everything up."""
@@ -78,6 +81,7 @@ class Outcome:
 
     results: dict[str, DecodeResult]
     comparison: Comparison | None = None
+    num_measured_prompts: int = 0
     interrupted: bool = False
 
     @property
@@ -153,26 +157,67 @@ def _decode_and_measure(
 
     if measure.repeats == 0 or outcome.interrupted or outcome.failed_prompts:
         return outcome
-    seconds = time.perf_counter() - start_seconds
-    repeats = measure.repeats
-    if repeats is None:
-        repeats = min(MAX_REPEATS, max(1, int(MEASURE_SECONDS / seconds)))
-    warmup = WARMUP_RUNS if seconds < MIN_WARMUP_SECONDS else 0
-    expected_seconds = (warmup + repeats) * seconds
-    progress(f"measuring, about {expected_seconds:.0f} s: use --repeats 0 to skip this")
+    plan = _measurement(time.perf_counter() - start_seconds, len(prompts), measure)
+    outcome.num_measured_prompts = plan.num_prompts
+    progress(_announcement(plan, len(prompts)))
     try:
         outcome.comparison = decoder.benchmark(
-            prompts,
+            prompts[: plan.num_prompts],
             config,
             mode=settings.mode,
-            repeats=repeats,
-            warmup=warmup,
+            repeats=plan.repeats,
+            warmup=plan.warmup,
             batch_size=measure.batch_size,
         )
         outcome.interrupted = outcome.comparison.interrupted
     except KeyboardInterrupt:
         outcome.interrupted = True
     return outcome
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """What is measured, and about how long that takes."""
+
+    num_prompts: int
+    repeats: int
+    warmup: int
+    expected_seconds: float
+
+
+def _measurement(seconds: float, num_prompts: int, measure: MeasureSettings) -> _Measurement:
+    """Choose prompts and repeats if the user did not.
+
+    Args:
+        seconds: time of decoding all prompts once with each method.
+        num_prompts: number of all prompts.
+        measure: the user's settings.
+    """
+    warmup = WARMUP_RUNS if seconds < MIN_WARMUP_SECONDS else 0
+    if measure.repeats is not None:
+        expected_seconds = (warmup + measure.repeats) * seconds
+        return _Measurement(num_prompts, measure.repeats, warmup, expected_seconds)
+
+    if seconds <= MAX_MEASURE_SECONDS:
+        repeats = min(MAX_REPEATS, max(1, int(MEASURE_SECONDS / seconds)))
+        return _Measurement(num_prompts, repeats, warmup, (warmup + repeats) * seconds)
+
+    # Whole batches, as many as fit into the time, but at least one.
+    num_batches = math.ceil(num_prompts / measure.batch_size)
+    batches_in_time = max(1, int(MAX_MEASURE_SECONDS / seconds * num_batches))
+    num_measured = min(num_prompts, batches_in_time * measure.batch_size)
+    return _Measurement(num_measured, 1, warmup, seconds * num_measured / num_prompts)
+
+
+def _announcement(plan: _Measurement, num_prompts: int) -> str:
+    """What is measured, how long it takes, and how to change that."""
+    time_and_advice = f"about {plan.expected_seconds:.0f} s: use --repeats 0 to skip this"
+    if plan.num_prompts == num_prompts:
+        return f"measuring, {time_and_advice}"
+    return (
+        f"measuring the first {plan.num_prompts} of {num_prompts} prompts, {time_and_advice}, "
+        "or --repeats 1 to measure all prompts"
+    )
 
 
 def _decode_batches(
@@ -219,6 +264,7 @@ def _document(
     summary = {} if outcome.comparison is None else outcome.comparison.summary()
     return {
         "summary": summary,
+        "num_measured_prompts": outcome.num_measured_prompts,
         "verdict": None if outcome.comparison is None else asdict(outcome.comparison.verdict),
         "outputs": _agreement(outcome, loaded.decoder, config),
         "prompts": list(rows_by_prompt.values()),
@@ -289,7 +335,10 @@ def _details(outcome: Outcome, loaded: Loaded, options: Namespace, manifest: dic
         if verbose:
             parts.append(details(outcome.comparison))
         batch_size = manifest["options"]["batch_size"]
-        condition = f"{counted(len(loaded.prompts), 'prompt')}, batch size {batch_size}"
+        num_prompts = counted(len(loaded.prompts), "prompt")
+        if outcome.num_measured_prompts < len(loaded.prompts):
+            num_prompts = f"the first {outcome.num_measured_prompts} of {num_prompts}"
+        condition = f"{num_prompts}, batch size {batch_size}"
         if loaded.decoder.tokenizer is None and "max_new_tokens" not in options:
             condition += (
                 f", {FEW_TOKENS} new tokens each (the default without a tokenizer: "

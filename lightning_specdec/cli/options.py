@@ -96,7 +96,8 @@ class MeasureSettings(Settings):
 
     repeats: int | None = setting(
         None,
-        "timed runs of each method; 0 shows only the outputs; default: 1 to 10, for 20 seconds",
+        "timed runs of each method; 0 shows only the outputs; default: 1 to 10, for 20 seconds, "
+        "or one run of the first prompts if all prompts take over a minute",
         minimum=0,
     )
     batch_size: int = setting(1, "prompts decoded together", minimum=1, maximum=MAX_TOKENS)
