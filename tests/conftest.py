@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import case_selection
 import pytest
 
 # Tests start many fresh processes. These load compiled files faster than sources, even where the
@@ -49,6 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("some", "all"),
         default="some",
         help="in which tests shapes are checked",
+    )
+    parser.addoption(
+        "--cases",
+        choices=("each", "all"),
+        default="all",
+        help="each: enough cases to cover each value of each parameter, and no slow tests",
     )
     parser.addoption("--device", default="cpu", help="device that the laws decode on, as cuda")
 
@@ -122,11 +129,15 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the tests, and skip those on the real model unless they are requested.
+    """Select and order the tests, and skip those on the real model unless they are requested.
 
     Tests of the trained run come late, when it is trained. OpenVINO's come last: a process that
     used it can crash when it is forked and the fork receives a signal.
     """
+
+    if config.getoption("cases") == "each":
+        items[:], deselected = case_selection.select_cases(items)
+        config.hook.pytest_deselected(items=deselected)
 
     def runs_late(item: Any) -> tuple[bool, bool]:
         return item.path.stem == "test_openvino", "shipped_run" in item.fixturenames
