@@ -1,4 +1,4 @@
-# `make demo` trains the recurrent pair and shows what speculation saves; `make test` checks everything.
+# `make demo` trains the recurrent pair and shows what speculation saves; `make test` checks the project.
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
@@ -7,12 +7,13 @@ RUN := $(BIN)/lightning_specdec
 PEERS ?= .peers
 RUNS := rnn transformer draft_sizes early_exit medusa staged text
 
-.PHONY: help setup dev demo test test-real test-engines test-oldest wheel-test lint bench bench-transformers peers tables docs checkpoints smollm2 clean
+.PHONY: help setup dev demo test test-all test-real test-engines test-oldest wheel-test lint bench bench-transformers peers tables docs checkpoints smollm2 clean
 
 help:
 	@echo "make setup               create $(VENV) and install the project"
 	@echo "make demo                train a small pair, decode with it and with one that ships (two minutes after installing)"
-	@echo "make test                lint, types and every test"
+	@echo "make test                lint, types and tests: each value of each parameter once"
+	@echo "make test-all            lint, types and every test: all combinations, and the slow tests"
 	@echo "make test-real           the tests on a real model (minutes; make smollm2 first)"
 	@echo "make test-engines        vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
 	@echo "make test-oldest         the tests on the oldest torch, lightning and transformers that pyproject.toml admits"
@@ -51,6 +52,9 @@ demo: setup
 	@echo; echo "Next, a language model (a download of 98 MB):"; echo "  make smollm2"
 
 test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --cases each
+
+test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-real: dev
