@@ -12,6 +12,8 @@ MAX_TOKENS = 2**20
 """Largest number of tokens that any setting accepts."""
 
 MIN_TEMPERATURE = 1e-6
+MAX_REPETITION_PENALTY = 1000.0
+"""Beyond this, and below its reciprocal, scores could overflow."""
 """Smallest temperature that is not 0. Dividing logits by a smaller one could overflow."""
 
 
@@ -37,7 +39,10 @@ class SamplingSettings(Settings):
         maximum=1,
     )
     repetition_penalty: float | None = setting(
-        None, "divide the scores of tokens already in the text by this", above=0
+        None,
+        "divide the scores of tokens already in the text by this",
+        minimum=1 / MAX_REPETITION_PENALTY,
+        maximum=MAX_REPETITION_PENALTY,
     )
 
     def __post_init__(self) -> None:

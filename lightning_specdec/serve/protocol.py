@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lightning_specdec.config.decoding import MAX_TOKENS
+from lightning_specdec.config.decoding import MAX_REPETITION_PENALTY, MAX_TOKENS
 from lightning_specdec.config.settings import (
     Settings,
     check,
@@ -113,7 +113,9 @@ class CommonRequest(Settings):
     min_p: float | None = setting(None, minimum=0, maximum=1)
     presence_penalty: float = setting(0.0, minimum=-2, maximum=2)
     frequency_penalty: float = setting(0.0, minimum=-2, maximum=2)
-    repetition_penalty: float | None = setting(None, above=0)
+    repetition_penalty: float | None = setting(
+        None, minimum=1 / MAX_REPETITION_PENALTY, maximum=MAX_REPETITION_PENALTY
+    )
     logit_bias: Mapping[str, Any] | None = None
     seed: int | None = setting(None, maximum=2**63 - 1)
     stop: str | tuple[str, ...] = ()

@@ -76,7 +76,8 @@ class Service:
                     request.turns(), chat_template_kwargs=request.chat_template_kwargs
                 )
         except ValueError as error:
-            raise ApiError(str(error), param="messages") from None
+            message = str(error)
+            raise ApiError(message, param=_field_of(message, "messages")) from None
 
         max_new_tokens = request.max_completion_tokens or request.max_tokens
         if max_new_tokens is None:
@@ -205,5 +206,12 @@ class Service:
 def _field_of(message: str, prompt_field: str) -> str:
     """The request's field that a message of the settings is about."""
     first_word = message.partition(" ")[0]
-    is_setting = first_word in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return first_word if is_setting else prompt_field
+    setting_names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "chat_template_kwargs",
+    )
+    return first_word if first_word in setting_names else prompt_field
