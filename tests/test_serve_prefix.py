@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import cases
 import pytest
 import torch
+from families import tiny
 
 from lightning_specdec.decoding import SavedText, Session
+from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.models import RowCopy
+from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.serve.prefix_cache import MIN_SHARED, PrefixCache
 
 PAIRS = [
@@ -23,6 +27,8 @@ PAIRS = [
     ("openvino", "near"),
 ]
 FIRST = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+MODEL = cases.target("rnn")
+DRAFTER = NGramDrafter()
 
 
 class Watched(cases.Wrapped):
@@ -95,6 +101,26 @@ def test_states_without_copies_are_read_again() -> None:
     assert session.save(decode(session, FIRST)) is None
 
 
+@pytest.mark.parametrize("changed", ["target", "drafter"])
+def test_a_saved_text_of_other_models_is_refused(changed: str) -> None:
+    model = cases.target("llama")
+    drafter = cases.drafter("eagle", "llama")
+    first_session = Session(model, drafter, max_length=60)
+    saved = first_session.save(decode(first_session, FIRST))
+    if changed == "target":
+        model = HuggingFaceLM(tiny("llama", seed=9, vocab_size=cases.VOCAB))
+    else:
+        drafter = deepcopy(drafter)
+
+    session = Session(model, drafter, max_length=60)
+    with pytest.raises(ValueError, match="read by another target or drafter"):
+        session.add(FIRST, saved=saved, max_new_tokens=9)
+
+    # The refused prompt left nothing behind.
+    row = decode(session, FIRST)
+    assert row.text == decode(Session(model, drafter, max_length=60), FIRST).text
+
+
 def test_a_row_that_failed_or_left_is_not_saved() -> None:
     session = Session(cases.target("llama"), cases.drafter("near", "llama"), max_length=60)
     row = decode(session, FIRST)
@@ -108,7 +134,7 @@ def test_a_row_that_failed_or_left_is_not_saved() -> None:
 def text(*tokens: int, size: int = 100) -> SavedText:
     """A saved text whose states have that many bytes."""
     tensors = {"keys": torch.zeros(size, dtype=torch.uint8)}
-    return SavedText(tokens, RowCopy(len(tokens), tensors), None)
+    return SavedText(tokens, RowCopy(len(tokens), tensors), None, MODEL, DRAFTER)
 
 
 def test_the_cache_finds_the_longest_prefix_and_keeps_to_its_memory() -> None:

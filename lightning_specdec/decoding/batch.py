@@ -33,11 +33,15 @@ class SavedText:
         tokens: the text.
         target_copy: what the target's state keeps of it.
         draft_copy: what the drafter's state keeps of it; None if the drafter reads it again.
+        target: the model that read it.
+        drafter: the drafter that read it.
     """
 
     tokens: tuple[int, ...]
     target_copy: RowCopy
     draft_copy: Any
+    target: LanguageModel
+    drafter: Drafter
 
 
 class Batch:
@@ -71,6 +75,8 @@ class Batch:
         num_slots: int,
         own_sampling: Sampling,
     ) -> None:
+        self.target = target
+        self.drafter = drafter
         self.device = target.device
         self.own_sampling = own_sampling
         self.num_slots = num_slots
@@ -161,10 +167,22 @@ class Batch:
         if target_copy is None:
             return None
         draft_copy = self.draft_state.save_row(slot, length)
-        return SavedText(tuple(row.text[:length]), target_copy, draft_copy)
+        tokens = tuple(row.text[:length])
+        return SavedText(tokens, target_copy, draft_copy, self.target, self.drafter)
 
     def load(self, slot: int, saved: SavedText, length: int) -> None:
-        """Continue an empty slot from the first `length` tokens of a saved text."""
+        """Continue an empty slot from the first `length` tokens of a saved text.
+
+        Raises:
+            ValueError: another target or drafter read the saved text.
+        """
+        # A draft head also needs the target's hidden states of these tokens, so that another
+        # drafter cannot continue the text either.
+        if saved.target is not self.target or saved.drafter is not self.drafter:
+            raise ValueError(
+                "the saved text was read by another target or drafter, or before they changed: "
+                "add the prompt without it"
+            )
         self.target_state.load_row(slot, saved.target_copy, length)
         if saved.draft_copy is not None:
             self.draft_state.load_row(slot, saved.draft_copy, length)

@@ -289,7 +289,8 @@ class Session:
 
         Raises:
             ValueError: the prompt is empty, has a token outside the vocabulary, or is too long; or
-                a changed setting is wrong, or belongs to the whole session.
+                a changed setting is wrong, or belongs to the whole session; or the saved text
+                belongs to other models.
         """
         if index is None:
             index = self._next_index
