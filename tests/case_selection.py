@@ -1,8 +1,9 @@
 """Choose the cases of a parametrized test: all of them, or enough to cover each value.
 
 A test over models, drafters and rules has a case for each combination. `make test` runs those that
-together contain every value of every parameter ("each choice coverage", Grindal et al. 2005), and
-none of the tests marked `slow`. `make test-all` runs everything.
+together contain every value of every parameter ("each choice coverage", Grindal et al. 2005). It
+runs no test marked `slow`, and of a test marked `quick_cases("name", ...)` only the cases with one
+of these texts in their name. `make test-all` runs everything.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def select_cases(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[
     cases_of_test: dict[str, list[tuple[str, frozenset[Hashable]]]] = defaultdict(list)
     all_items = list(items)
     for item in all_items:
-        test_name = item.nodeid.partition("[")[0]
-        cases_of_test[test_name].append((item.nodeid, _values(item)))
+        if _is_quick(item):
+            test_name = item.nodeid.partition("[")[0]
+            cases_of_test[test_name].append((item.nodeid, _values(item)))
 
     chosen_ids: set[str] = set()
     for cases in cases_of_test.values():
@@ -56,9 +58,22 @@ def select_cases(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[
     selected = []
     deselected = []
     for item in all_items:
-        is_selected = item.nodeid in chosen_ids and "slow" not in item.keywords
-        (selected if is_selected else deselected).append(item)
+        if item.nodeid in chosen_ids:
+            selected.append(item)
+        else:
+            deselected.append(item)
     return selected, deselected
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    """Whether no mark leaves the case to `make test-all`."""
+    if item.get_closest_marker("slow") is not None:
+        return False
+    mark = item.get_closest_marker("quick_cases")
+    if mark is None:
+        return True
+    case_name = item.nodeid.partition("[")[2]
+    return any(text in case_name for text in mark.args)
 
 
 def _values(item: pytest.Item) -> frozenset[Hashable]:

@@ -546,6 +546,7 @@ def check_that_a_write_counts(
     assert pair.check() == plain_tokens
 
 
+@pytest.mark.quick_cases("counted", "in_data", "swapped")
 @pytest.mark.parametrize("write", WRITES)
 def test_every_write_to_a_matrix_counts(write: Callable[[Tensor], None], untied: Decoders) -> None:
     """Linear layers have packed copies, which are made again."""
@@ -560,6 +561,7 @@ def test_every_write_to_a_vector_counts(write: Callable[[Tensor], None], untied:
     check_that_a_write_counts(untied, write, "model.norm", changes_tokens=False)
 
 
+@pytest.mark.quick_cases("counted-untied", "in_data-untied", "in_numpy-tied")
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 @pytest.mark.parametrize("write", WRITES)
 def test_every_write_to_the_output_head_counts(
@@ -788,6 +790,7 @@ def bfloat16() -> Iterator[None]:
         yield
 
 
+@pytest.mark.quick_cases("llama")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
 def test_autocast_around_a_call_changes_nothing(family: str) -> None:
     model, draft = model_of(family), model_of(family, seed=2)

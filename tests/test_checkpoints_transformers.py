@@ -169,6 +169,7 @@ def mutate(numbers: random.Random, description: dict[str, Any]) -> None:
             arguments[key] = numbers.choice(WRONG_VALUES)
 
 
+@pytest.mark.slow
 def test_random_changes_of_a_description_give_one_line_or_none(content: dict[str, Any]) -> None:
     codes = []
     for seed in range(80):

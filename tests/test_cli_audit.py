@@ -110,6 +110,7 @@ def test_bad_input_is_one_line(options: tuple[str, ...], message: str) -> None:
     refused(*AUDIT, *options, message=message)
 
 
+@pytest.mark.quick_cases("rnn")
 @pytest.mark.parametrize("name", ["rnn", "early_exit", "medusa", "text"])
 def test_every_shipped_checkpoint_passes(name: str) -> None:
     """With few places; `audit` without options audits them in full."""

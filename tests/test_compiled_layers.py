@@ -59,6 +59,7 @@ print("held")
 """
 
 
+@pytest.mark.slow
 def test_compiled_layers_decode_the_same_and_are_compiled_once_for_all_widths() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

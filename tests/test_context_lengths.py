@@ -54,6 +54,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases("llama3")
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_scaled_positions_reach_the_scaled_length(kind: str) -> None:
     model = model_of(rope_parameters=SCALINGS[kind])
@@ -141,6 +142,7 @@ DRAFTERS = ("model", "lookup first", "smaller stage", "larger stage")
 KINDS = ("transformer", "absolute positions", "own transformer")
 
 
+@pytest.mark.quick_cases("absolute positions", "own transformer-smaller")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_of_a_shorter_context_drafts_from_the_end_of_the_text(

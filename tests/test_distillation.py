@@ -108,6 +108,7 @@ def test_the_chance_of_each_position_is_the_overlap_of_both_distributions_there(
             torch.testing.assert_close(rate, torch.stack(overlaps).mean(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.quick_cases("None")
 @pytest.mark.parametrize("loss", [None, CrossEntropy(), TotalVariation()])
 def test_a_few_steps_lower_the_loss_and_leave_the_target_as_it_is(loss: Any) -> None:
     check_that_it_learns(training(loss=loss, draft_vocabulary=9, learning_rate=0.01), 25)

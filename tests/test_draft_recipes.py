@@ -120,6 +120,7 @@ def test_rounds_counted_on_the_targets_own_texts_are_those_of_decoding(
     check_that_counts_are_decodings(make(), prompt_length)
 
 
+@pytest.mark.quick_cases("smollm2_exit")
 @pytest.mark.parametrize(
     ("name", "options", "kind"),
     [

@@ -113,6 +113,7 @@ def test_drafts_that_do_not_fit_are_refused(message: str) -> None:
         PairTraining(RNN(30), drafts={name: models_by_name[name] for name in names}, **options)
 
 
+@pytest.mark.slow
 def test_the_pair_of_transformers_trains_and_its_checkpoint_decodes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +148,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
 }
 
 
+@pytest.mark.quick_cases("learning rate", "vocabulary")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_run_does_not_go_on_with_other_settings(
     trained: tuple[Path, Outcome],
@@ -168,6 +170,7 @@ def test_a_run_does_not_go_on_with_other_settings(
     refused(*resumed, *options, message=message)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_settings(
     trained: tuple[Path, Outcome],
     tmp_path: Path,
@@ -218,6 +221,7 @@ def test_stages_are_measured_as_their_largest_draft_which_they_draft_as() -> Non
     )
 
 
+@pytest.mark.slow
 def test_one_run_decodes_in_stages_and_with_each_draft_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

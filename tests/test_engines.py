@@ -634,6 +634,7 @@ def test_training_goes_on_from_an_imported_head(tmp_path: Path) -> None:
         MedusaTraining(target, draft=str(tmp_path / "out"), num_heads=2)
 
 
+@pytest.mark.slow
 def test_the_command_line_exports_imports_audits_and_writes_a_draft_file(here: None) -> None:
     tiny_models.write_text_model(Path("target"), num_hidden_layers=5)
     target = load_model("target")

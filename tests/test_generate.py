@@ -63,6 +63,7 @@ def test_every_row_is_what_the_target_decodes_alone(
     assert stop_reasons == {"eos", "length"}, "rows must end in both ways"
 
 
+@pytest.mark.quick_cases("64")
 @pytest.mark.parametrize("shard_size", [4, 64])
 def test_one_process_and_two_write_the_same_rows(
     target: str,

@@ -42,6 +42,7 @@ def parameter_cell(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return cells[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_finds_what_it_says(
     path: Path,

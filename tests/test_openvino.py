@@ -326,6 +326,7 @@ HEADS: dict[str, Callable[[LanguageModel], Any]] = {
 }
 
 
+@pytest.mark.quick_cases("eagle_31", "medusa")
 @pytest.mark.parametrize("kind", HEADS)
 def test_trained_heads_draft_as_in_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ragged batches whose rows end at different times, after long prompts, in windows of any

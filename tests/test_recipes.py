@@ -32,6 +32,7 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )  # of a held-out text
 
 
+@pytest.mark.quick_cases("eagle")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_killed_in_its_first_epoch_goes_on_and_its_draft_decodes(
     recipe: str,
@@ -86,6 +87,7 @@ def fit_for_minutes(*words: str) -> Outcome:
     return outcome._replace(err=messages)
 
 
+@pytest.mark.slow
 def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_often(
     target: str, corpus: Path
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_short_run_may_get_more_minutes(target: str, corpus: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_guides_first_commands_work_as_written(target: str, corpus: Path) -> None:
     """But for the size: a tiny target where SmolLM2 is, its text for the shipped one, seconds for
     minutes.

@@ -55,6 +55,7 @@ def generated(family: str) -> list[list[int]]:
     return [greedy_tokens(reference(family), prompt, NUM_NEW) for prompt in PROMPTS]
 
 
+@pytest.mark.quick_cases("bloom", "jamba", "lfm2", "mamba2", "rwkv", "qwen3_5_text")
 @every_family
 def test_standard_decoding_of_a_ragged_batch_equals_generate(family: str) -> None:
     expected = generated(family)
@@ -62,6 +63,7 @@ def test_standard_decoding_of_a_ragged_batch_equals_generate(family: str) -> Non
     assert autoregressive_decode(ours(family), PROMPTS, max_new_tokens=NUM_NEW).tokens == expected
 
 
+@pytest.mark.quick_cases("bloom", "jamba", "lfm2", "mamba2", "rwkv", "qwen3_5_text")
 @every_family
 def test_drafts_of_a_similar_model_change_nothing(family: str) -> None:
     """Target and draft model are both of the family. A token that occurs ends some rows."""
@@ -77,6 +79,7 @@ def test_drafts_of_a_similar_model_change_nothing(family: str) -> None:
     assert result.acceptance_rate
 
 
+@pytest.mark.quick_cases("0.8-lfm2")
 @some_families
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_window_is_exact_at_every_temperature(family: str, temperature: float) -> None:
@@ -102,6 +105,7 @@ class Wrong(Drafter):
         return Draft(tokens % 67, None)
 
 
+@pytest.mark.quick_cases("lfm2", "qwen3_5_text", "rwkv")
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "rwkv", "zamba2", "mamba", "gpt_neo"])
 def test_rejected_tokens_leave_no_trace(family: str) -> None:
     result = speculative_decode(
@@ -132,6 +136,7 @@ def test_without_its_snapshots_the_output_would_differ(
     assert result.tokens != standard(family, NUM_NEW)
 
 
+@pytest.mark.quick_cases("bloom", "lfm2", "rwkv")
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "falcon_h1", "rwkv", "bloom"])
 @torch.inference_mode()
 def test_truncating_and_feeding_again_equals_a_fresh_run(family: str) -> None:
@@ -235,6 +240,7 @@ def test_a_resumed_conversation_equals_a_fresh_one(family: str) -> None:
     assert row.text[len(prompt) :] == expected
 
 
+@pytest.mark.quick_cases("llama-lfm2")
 @pytest.mark.parametrize(
     ("target", "draft"), [("qwen3_5_text", "llama"), ("llama", "lfm2"), ("rwkv", "mamba2")]
 )
@@ -265,6 +271,7 @@ def test_a_copy_as_draft_is_accepted_whole(family: str) -> None:
     assert result.block_efficiency == 5
 
 
+@pytest.mark.quick_cases("heads-lfm2")
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 @pytest.mark.parametrize("make_drafter", [fitted_eagle, heads])
 def test_heads_on_hidden_states_draft_for_them(family: str, make_drafter: Any) -> None:

@@ -70,6 +70,7 @@ def test_a_row_with_its_own_settings_has_the_tokens_that_it_has_alone(
     schedules.check(model, drafter_object, NUM_SCHEDULES[target])
 
 
+@pytest.mark.quick_cases("heads")
 @pytest.mark.parametrize("drafter", ["near", "early_exit", "heads"])
 def test_recorded_calls_change_nothing_for_rows_with_their_own_settings(drafter: str) -> None:
     drafter_object = cases.drafter(drafter, "llama")

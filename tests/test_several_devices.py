@@ -110,6 +110,7 @@ def single_process(
     return [trained("auto", target, corpus, home, resumed=resumed) for resumed in (False, True)]
 
 
+@pytest.mark.quick_cases("ddp")
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_two_processes_learn_what_one_learns(
     name: str,

@@ -73,6 +73,7 @@ def write_torchao(path: Path, config: Any) -> str:
     return str(path / "quantized")
 
 
+@pytest.mark.quick_cases("weight_only")
 @pytest.mark.parametrize("make_config", [weight_only, with_inputs])
 def test_weights_that_torchao_quantized_decode_as_transformers_loads_them(
     make_config: Callable[[], Any], tmp_path: Path
@@ -153,6 +154,7 @@ def test_the_memory_of_quantized_weights_is_that_of_their_files(tmp_path: Path) 
     assert num_bytes < plain.size.weight_bytes(plain.dtype)
 
 
+@pytest.mark.quick_cases("True")
 @pytest.mark.parametrize("quantized", [True, False])
 def test_a_gguf_file_decodes_as_transformers_unpacks_it(quantized: bool, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", quantized=quantized)

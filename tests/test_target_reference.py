@@ -145,6 +145,7 @@ def shard(directory: str) -> None:
     assert len(list(Path(directory).glob("model-*.safetensors"))) > 1
 
 
+@pytest.mark.slow
 def test_equal_weights_are_the_same_target_in_one_file_and_in_several() -> None:
     """In each direction, where the file expects the target and elsewhere."""
     tokens = decode_tokens("--ckpt", RUN)
@@ -283,6 +284,7 @@ def test_a_run_is_resumed_where_its_target_is_now_and_on_no_other() -> None:
     assert outcome.err.count("\n") == 1, outcome.err
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_on_its_target_in_several_files() -> None:
     shard("target")
     outcome = train("fit", "--ckpt_path", "run/version_0/last.ckpt", "--trainer.max_epochs", "2")

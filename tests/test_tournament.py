@@ -71,6 +71,7 @@ def tournament(
 SPREAD = {f"speedup {value}": value for value in (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)}
 
 
+@pytest.mark.quick_cases("bursts0")
 @pytest.mark.parametrize("bursts", [(0.0, 1.0, 1.0), (0.1, 2.0, 3.0), (0.02, 10.0, 3.0)])
 def test_the_fastest_is_found_and_slow_candidates_lose_their_time(
     bursts: tuple[float, float, float],
@@ -104,6 +105,7 @@ def test_the_fastest_is_hardly_ever_excluded() -> None:
     assert num_excluded <= 6
 
 
+@pytest.mark.quick_cases("12")
 @pytest.mark.parametrize("num_candidates", [1, 12])
 def test_nothing_is_called_faster_if_nothing_is(num_candidates: int) -> None:
     """With candidates of exactly standard decoding's speed.

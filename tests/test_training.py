@@ -312,6 +312,7 @@ def test_a_full_disk_names_the_file_and_leaves_the_old_checkpoint_alone(tmp_path
     assert SafeCheckpointIO().load_checkpoint(path)["epoch"] == 1
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,6 +446,7 @@ def stop_by_signal(how: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
     assert newest["global_step"] == {"validation": 10, "last batch": 9}.get(how, 3)
 
 
+@pytest.mark.quick_cases("SIGKILL")
 @pytest.mark.parametrize(
     "how", ["finished", "SIGINT", "SIGTERM", "SIGKILL", "last batch", "validation", "error"]
 )
@@ -513,6 +515,7 @@ def test_a_crashed_run_that_resumes_shows_each_step_once(
         assert len(steps) == len(set(steps)), tag
 
 
+@pytest.mark.slow
 def test_a_development_run_leaves_nothing_to_resume(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -535,6 +538,7 @@ def test_a_development_run_leaves_nothing_to_resume(
     assert "resuming checkpoints/rnn/version_0/last.ckpt at step 10\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_config_that_a_resumed_run_saved_begins_a_new_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -553,6 +557,7 @@ def test_a_config_that_a_resumed_run_saved_begins_a_new_run(
     assert checkpoint.read(home / "version_2/last.ckpt")["global_step"] == 10
 
 
+@pytest.mark.quick_cases("accumulated")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -617,6 +622,7 @@ def test_ctrl_c_within_an_optimizer_step_saves_no_half_step(
         assert torch.equal(weight, resumed["state_dict"][name])
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fit_command = (*FIT, *NO_LOGGER, *TEN_STEPS)
@@ -691,6 +697,7 @@ def check_curves(name: str, directory: Path, config: str) -> None:
         assert "val/samples/text_summary" in curves.Tags()["tensors"]
 
 
+@pytest.mark.quick_cases("early_exit")
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_config_resumes_after_kill_9_and_its_checkpoint_decodes_alone(
     tmp_path: Path,
@@ -768,6 +775,7 @@ def test_a_new_run_leaves_the_files_of_the_one_before_and_decode_takes_the_newes
     assert runs.find(home) == home / "version_10" / "last.ckpt", "numbers, not words"
 
 
+@pytest.mark.slow
 def test_curves_may_lie_beside_the_checkpoints_and_a_finished_run_leaves_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
