@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -103,6 +105,14 @@ def _put_test_tensors_on(device: str) -> None:
             return result.to(device) if is_test_file else result
 
     TestTensors().__enter__()
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c() -> Iterator[None]:
+    """A test leaves Ctrl-C as it was, so that it ends later calls too."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.fixture(autouse=True, scope="session")
