@@ -122,6 +122,12 @@ def main() -> None:
     action.add_argument("--output", type=Path, help="run the tests, and write the outcomes here")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of one mutant")
+    parser.add_argument(
+        "--cases",
+        choices=("each", "all"),
+        default="all",
+        help="run the cases of `make test` (each) or of `make test-all` (all)",
+    )
     options = parser.parse_args()
 
     if options.compare:
@@ -134,7 +140,7 @@ def main() -> None:
     if options.check:
         print(f"all {len(read_mutants())} mutants apply, and all {len(LAWS)} law files exist")
     else:
-        measure(options.output, options.seconds)
+        measure(options.output, options.seconds, options.cases)
 
 
 def check() -> list[str]:
@@ -164,7 +170,7 @@ def law_path(law: str) -> str:
     return f"tests/test_{law}.py"
 
 
-def measure(output: Path, seconds: float) -> None:
+def measure(output: Path, seconds: float, cases: str) -> None:
     """Run every mutant that is not in the output yet."""
     outcomes: dict[str, Outcome] = {}
     if output.exists():
@@ -177,14 +183,15 @@ def measure(output: Path, seconds: float) -> None:
             copied_root = Path(directory) / "tree"
             shutil.copytree(ROOT, copied_root, ignore=shutil.ignore_patterns(*NOT_COPIED))
             mutant.apply(copied_root)
-            outcomes[mutant.name] = run_laws(copied_root, seconds)
+            outcomes[mutant.name] = run_laws(copied_root, seconds, cases)
         output.write_text(json.dumps(outcomes, indent=1))
         print(f"{mutant.name}: {outcomes[mutant.name]}", flush=True)
 
 
-def run_laws(root: Path, time_limit: float) -> Outcome:
+def run_laws(root: Path, time_limit: float, cases: str) -> Outcome:
     """Run the law tests of a copy of the repository until one of them fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["--cases", cases]
     command += [law_path(law) for law in LAWS]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
