@@ -19,7 +19,7 @@ import pytest
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-SHAPE_CHECK_SHARE = 16
+SHAPE_CHECK_SHARE = 32
 """One test in this many checks shapes, which may take three times as long."""
 TENSOR_FACTORIES = (
     "tensor",

@@ -221,6 +221,7 @@ def make_files(good: Path) -> list[str]:
     return ["nowhere.ckpt", *sorted(path.name for path in Path.cwd().iterdir())]
 
 
+@pytest.mark.quick_cases("info", "decode")
 @pytest.mark.parametrize("verb", OF_A_CHECKPOINT)
 def test_a_file_that_is_no_checkpoint_is_refused_by_every_verb(ckpt: str, verb: str) -> None:
     for name in make_files(Path(ckpt)):
@@ -288,6 +289,7 @@ def rewrite(source: str, path: str, change: Callable[[bytes], bytes]) -> None:
     writer.write_end_of_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forged", [False, True], ids=["damaged", "forged"])
 def test_random_damage_gives_one_line_or_none(ckpt: str, forged: bool) -> None:
     codes = []

@@ -127,6 +127,7 @@ def test_windows_that_a_draft_cannot_fill_are_measured_once() -> None:
     assert windows == [None, *range(1, heads.max_draft_tokens + 1)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_ten_times_has_every_finished_row_once(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     bench_pair = pair()
@@ -192,6 +193,7 @@ def transformer() -> BenchPair:
     return pair(target, {"model": ModelDrafter(cases.near(target)), "ngram": NGramDrafter()})
 
 
+@pytest.mark.slow
 def test_hugging_faces_methods_generate_the_same_tokens_with_each_window(tmp_path: Path) -> None:
     bench_config = config(max_new_tokens=8, repeats=1, warmup=1, num_draft_tokens=[2, 3])
     rows = {}

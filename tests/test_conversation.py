@@ -123,6 +123,9 @@ def test_a_turn_reads_its_own_tokens_alone(target: str, drafter: str) -> None:
         assert sum(reads) == len(turn) + row.num_rounds + row.counts.num_proposed
 
 
+@pytest.mark.quick_cases(
+    "-near-", "-eagle-", "-heads-", "-staged-", "early_exit", "-ngram-", "-block-", "lookup_first"
+)
 @pytest.mark.parametrize(
     ("target", "drafter", "rule"),
     [

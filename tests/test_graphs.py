@@ -217,6 +217,7 @@ COMING_AND_GOING = [
 ]
 
 
+@pytest.mark.quick_cases("heads-greedy", "early_exit-hot", "lookup_exit-greedy")
 @pytest.mark.parametrize(("sampling", "eos"), [("greedy", cases.EOS), ("hot", None)])
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads", "lookup_exit"])
 def test_pipelined_rounds_are_those_that_the_host_asks_for(

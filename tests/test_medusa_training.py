@@ -56,6 +56,7 @@ def test_on_a_frozen_target_only_the_heads_learn() -> None:
     assert not module.train().target.training
 
 
+@pytest.mark.slow
 def test_a_checkpoints_target_takes_new_heads_and_stays_as_it_is_in_every_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,6 +241,7 @@ def test_two_decoders_share_a_model_in_two_threads() -> None:
     assert at_once == one_after_the_other
 
 
+@pytest.mark.slow
 def test_two_threads_convert_heads_at_once(cache: Path) -> None:
     model = openvino_llama()
     decoders = []

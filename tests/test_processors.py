@@ -75,6 +75,7 @@ def test_standard_decoding_with_processors_is_its_definition(target: str, kind: 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_processors_of_these_laws_do_change_the_output(kind: str) -> None:
     with_them, without = (

@@ -167,6 +167,7 @@ SMALLER = {
 """Changes of the shipped configs that a tiny model needs in place of the real one."""
 
 
+@pytest.mark.slow
 def test_the_calls_that_train_a_draft_work_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

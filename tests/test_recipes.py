@@ -123,6 +123,7 @@ def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_of
     assert b" entries" in hparams["_hparams_/session_start_info"], "long lists by their lengths"
 
 
+@pytest.mark.slow
 def test_a_short_run_may_get_more_minutes(target: str, corpus: Path) -> None:
     """What a recipe chooses for a short run changes with its minutes; the error says how to keep
     it.

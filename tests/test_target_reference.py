@@ -256,6 +256,7 @@ def test_the_trainer_uses_such_a_checkpoint() -> None:
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_where_its_target_is_now_and_on_no_other() -> None:
     last = "run/version_0/last.ckpt"
     Path("target").rename("moved")

@@ -112,6 +112,7 @@ def test_standard_decoding_has_the_targets_distribution(name: str) -> None:
     assert chi_square(name, result.tokens) < BOUND
 
 
+@pytest.mark.quick_cases("rnn-near", "rnn-ragged", "transformer-heads", "llama-early_exit_own")
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [

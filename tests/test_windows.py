@@ -241,6 +241,9 @@ def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
     assert result.tokens == expected.tokens
 
 
+@pytest.mark.quick_cases(
+    "-near-", "-eagle-", "-heads-", "-staged-", "early_exit", "-ngram-", "-block-", "lookup_first"
+)
 @pytest.mark.parametrize(
     ("target", "drafter", "rule", "temperature"),
     [

@@ -329,12 +329,11 @@ class TextTokenizer(Tokenizer):
         """
         if not self.has_chat_template:
             raise ValueError(NO_CHAT_TEMPLATE)
-        for name in ("messages", "add_generation_prompt"):
-            if name in (chat_template_kwargs or {}):
-                raise ValueError(
-                    f"chat_template_kwargs has {name!r}, which the chat itself determines: "
-                    "give variables of the chat template, such as enable_thinking"
-                )
+        if "messages" in (chat_template_kwargs or {}):
+            raise ValueError(
+                "chat_template_kwargs has 'messages', which would replace the chat: give other "
+                "variables of the chat template, such as enable_thinking"
+            )
         from lightning_specdec.text.chat_template import render_chat_template
 
         variables = {**self.tokenizer.special_tokens_map, **(chat_template_kwargs or {})}
