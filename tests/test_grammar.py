@@ -344,6 +344,26 @@ def test_a_text_of_no_further_token_ends_its_row_alone() -> None:
     assert other.stop_reason == "eos"
 
 
+def test_a_dead_end_of_a_draft_is_none_of_the_text() -> None:
+    """A drafter may propose what no token continues. The text goes another way."""
+    sampling = Sampling(processors=(Grammar.regex("(ab|acz)+"),))
+    (mask,) = sampling.for_row(1, target_of("rnn"), frozenset({EOS})).processors
+    scores = torch.zeros(1, cases.VOCAB)
+
+    def allowed(*tokens: int) -> list[int]:
+        text = [3, *tokens]
+        processed = mask.process(text, len(text), scores)
+        return [token for token in range(cases.VOCAB) if processed[0, token] == 0]
+
+    for _ in range(2):
+        assert allowed() == [0]
+        assert allowed(0) == [1, 2]
+        assert allowed(0, 2) == []
+        assert allowed(0, 1) == [0, EOS]
+        assert allowed(0, 1, 0, 2) == []
+        assert allowed(0, 1, 0, 1) == [0, EOS]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

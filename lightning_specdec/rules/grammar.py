@@ -7,6 +7,7 @@ prefix. What it read of rejected draft tokens is rolled back with the text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,6 +38,7 @@ NUM_CACHED_MASKS = 64
 """Positions at the end of a text whose masks are kept: the draft and the target use each one."""
 NUM_CACHED_GRAMMARS = 64
 """Compiled grammars that are kept, since many requests use the same one."""
+NO_TOKEN = "no token of the model can continue the text"
 EOS_BYTES = b"\xff<eos>"
 """How the library spells a special token. No text contains the byte 0xFF."""
 
@@ -107,6 +109,16 @@ class Grammar(RowProcessor):
             raise ValueError("a choice needs at least one text")
         quoted_texts = [json.dumps(text, ensure_ascii=False) for text in texts]
         return cls.lark(f"start: {' | '.join(quoted_texts)}")
+
+    @property
+    def title(self) -> str:
+        """What a message calls it."""
+        titles = {"json_schema": "JSON schema", "regex": "regular expression"}
+        return titles.get(self.kind, "grammar")
+
+    def to_dict(self) -> dict[str, str]:
+        """Plain values, for a record."""
+        return {"kind": self.kind, "source": self.source}
 
     def check(self, target: LanguageModel, eos: frozenset[int]) -> None:
         self._compiled(target, eos)
@@ -265,51 +277,63 @@ class CompiledGrammar:
             verbose_errors=False,
         )
         self._matcher = library.LLMatcher(
-            tokens.library_tokenizer, _library_grammar(grammar), log_level=0, limits=limits
+            tokens.library_tokenizer, library_grammar(grammar), log_level=0, limits=limits
         )
-        if self._matcher.is_error():
-            raise ValueError(f"the {_title(grammar)} is refused: {error_of(self._matcher)}")
+        # The first mask shows what compiling does not, such as limits on a regular expression.
+        probe = self._matcher if self._matcher.is_error() else self.new_matcher()
+        if not probe.is_error() and not probe.is_stopped():
+            probe.compute_bitmask()
+        if probe.is_error():
+            raise ValueError(f"the {grammar.title} is refused: {error_of(probe)}")
 
     def new_matcher(self) -> Any:
         """A matcher at the start of a text."""
         return self._matcher.deep_copy()
 
 
-def _title(grammar: Grammar) -> str:
-    titles = {"json_schema": "JSON schema", "regex": "regular expression"}
-    return titles.get(grammar.kind, "grammar")
-
-
 def error_of(matcher: Any) -> str:
     """The library's error in one line."""
-    return short(one_line(matcher.get_error()), MAX_ERROR_SIZE)
+    if "NoExtensionBias" in matcher.get_error():
+        return NO_TOKEN
+    return shown_error(matcher.get_error())
 
 
-def _library_grammar(grammar: Grammar) -> str:
-    """The grammar as the library takes it."""
+def shown_error(error: object) -> str:
+    """An error of the library in one line, without the grammar that it repeats."""
+    text = str(error).replace("<non-verbose/>", "")
+    return short(" ".join(text.split()), MAX_ERROR_SIZE)
+
+
+def library_grammar(grammar: Grammar) -> str:
+    """The grammar as the library takes it.
+
+    Raises:
+        ValueError: it has options of the library, or `llguidance` is not installed.
+    """
     matcher = _library().LLMatcher
     if grammar.kind == "json_schema":
-        lark = f"start: %json {_library_schema(grammar.source)}"
+        lark = f"start: {json_rule(json.loads(grammar.source))}"
     elif grammar.kind == "regex":
         converted = json.loads(matcher.grammar_from_regex(grammar.source))
         lark = converted["grammars"][0]["lark_grammar"]
     else:
         lark = grammar.source
-        if "%llguidance" in lark:
+        if re.search(r"^\s*%llguidance", lark, re.MULTILINE):
             raise ValueError("the grammar is refused: options by %llguidance are not supported")
     return str(matcher.grammar_from_lark(OPTIONS + lark))
 
 
-def _library_schema(source: str) -> str:
-    schema = json.loads(source)
+def json_rule(schema: Mapping[str, Any] | bool) -> str:
+    """The right side of a rule of a Lark grammar that stands for JSON under a schema."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     options = {"whitespace_pattern": WHITESPACE}
     own_options = schema.get("x-guidance")
-    if isinstance(own_options, dict):
+    if isinstance(own_options, Mapping):
         options.update(own_options)
     # A schema cannot choose to leave out what the library does not support.
-    return json.dumps({**schema, "x-guidance": {**options, "lenient": False}})
+    library_schema = {**schema, "x-guidance": {**options, "lenient": False}}
+    return f"%json {json.dumps(library_schema)}"
 
 
 def _library() -> Any:
@@ -356,10 +380,13 @@ class GrammarMask(BoundProcessor):
         self._eos = eos
         self._eos_index = sorted(eos)
         self._vocab_size = vocab_size
+        self._new_matcher = compiled.new_matcher
         self._matcher = compiled.new_matcher()
         # The new tokens that the matcher has read.
         self._read: list[int] = []
-        # For each number of new tokens read, the tokens that may not follow.
+        # The last text that it has read, from which it may have gone back; and for each length of
+        # it, the tokens that may not follow.
+        self._path: list[int] = []
         self._masks: dict[int, Bool[Tensor, "V"]] = {}
         # One bit for each text of the library.
         self._bits = np.zeros(-(-(self._tokens.num_texts + 1) // 32), dtype=np.int32)
@@ -370,11 +397,14 @@ class GrammarMask(BoundProcessor):
         length: int,
         scores: Float[Tensor, "1 V"],
     ) -> Float[Tensor, "1 V"]:
-        new_tokens = text[self.prompt_length : length]
-        if not self._go_to(new_tokens):
-            # After EOS or a draft token that cannot be accepted, nobody reads the scores.
-            return scores
-        mask = self._mask().to(scores.device)
+        new_tokens = list(text[self.prompt_length : length])
+        mask = self._masks.get(len(new_tokens))
+        if mask is None or self._path[: len(new_tokens)] != new_tokens:
+            if not self._go_to(new_tokens) and not self.error:
+                # After EOS or a draft token that cannot be accepted, nobody reads the scores.
+                return scores
+            mask = self._mask()
+        mask = mask.to(scores.device)
         return scores.masked_fill(mask, -torch.inf)
 
     def forced_tokens(self, text: Sequence[int], count: int) -> list[int]:
@@ -400,16 +430,15 @@ class GrammarMask(BoundProcessor):
     def _go_to(self, new_tokens: Sequence[int]) -> bool:
         """Have the matcher read exactly these tokens. False if they do not fit the grammar."""
         if self.error:
-            # The row has failed, so that all tokens are forbidden.
-            return True
+            # That may have been a draft token's fault, and a matcher does not recover.
+            self.error = ""
+            self._matcher = self._new_matcher()
+            self._read = []
         num_equal = _num_equal(self._read, new_tokens)
         num_wrong = len(self._read) - num_equal
         if num_wrong:
             self._matcher.rollback(num_wrong)
             del self._read[num_equal:]
-            for length in [length for length in self._masks if length > num_equal]:
-                del self._masks[length]
-
         return all(self._read_token(token) for token in new_tokens[num_equal:])
 
     def _read_token(self, token: int) -> bool:
@@ -425,7 +454,17 @@ class GrammarMask(BoundProcessor):
             self._note_error()
             return False
         self._read.append(token)
+        self._extend_path(token)
         return True
+
+    def _extend_path(self, token: int) -> None:
+        """Remember the token that was read. The masks of another text after it are forgotten."""
+        length = len(self._read)
+        if self._path[length - 1 : length] == [token]:
+            return
+        self._path[length - 1 :] = [token]
+        for other_length in [key for key in self._masks if key >= length]:
+            del self._masks[other_length]
 
     def _mask(self) -> Bool[Tensor, "V"]:
         """The tokens that may not follow what the matcher has read."""
@@ -433,6 +472,8 @@ class GrammarMask(BoundProcessor):
         mask = self._masks.get(length)
         if mask is None:
             mask = self._compute_mask()
+            if self.error:
+                return mask
             self._masks[length] = mask
             self._masks.pop(length - NUM_CACHED_MASKS, None)
         return mask
@@ -452,13 +493,14 @@ class GrammarMask(BoundProcessor):
                 is_allowed[:num_tokens] = bits[ids[:num_tokens]]
             is_allowed[self._eos_index] = is_complete
             if not is_allowed.any():
-                self.error = "no token of the model can continue the text"
+                self.error = NO_TOKEN
         return torch.from_numpy(~is_allowed)
 
     def _note_error(self) -> None:
-        """Remember an error of the library: a limit, for example. The row fails by it."""
-        if self._matcher.is_error():
-            self.error = error_of(self._matcher)
+        """Remember an error of the library: a limit, for example. The text cannot go on."""
+        if not self._matcher.is_error():
+            return
+        self.error = error_of(self._matcher)
 
 
 def _num_equal(tokens: Sequence[int], other_tokens: Sequence[int]) -> int:
