@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_specdec.rules import AcceptanceRule as AcceptanceRule
     from lightning_specdec.rules import EpsilonThreshold as EpsilonThreshold
     from lightning_specdec.rules import ExactMatch as ExactMatch
+    from lightning_specdec.rules import Grammar as Grammar
     from lightning_specdec.rules import RejectionSampling as RejectionSampling
     from lightning_specdec.rules import Sampling as Sampling
     from lightning_specdec.rules import TypicalAcceptance as TypicalAcceptance
@@ -51,6 +52,7 @@ _ROOMS = {
         "AcceptanceRule",
         "EpsilonThreshold",
         "ExactMatch",
+        "Grammar",
         "RejectionSampling",
         "Sampling",
         "TypicalAcceptance",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_specdec.cli.common import Loaded, counted, load, progress
 from lightning_specdec.cli.decode_text import outputs
 from lightning_specdec.cli.options import (
+    GrammarSettings,
     MeasureSettings,
     OutputSettings,
     Parser,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_specdec.bench.records import Comparison
     from lightning_specdec.decoder import SpeculativeDecoder
     from lightning_specdec.decoding import DecodeResult
+    from lightning_specdec.rules import Grammar
 
 SUMMARY = "decode with and without the draft, compare the outputs, report the speedup"
 EXAMPLES = """\
@@ -37,6 +39,7 @@ lightning_specdec decode checkpoints/rnn.safetensors --rule RejectionSampling --
 lightning_specdec decode --pair gpt2 --prompt 'The history of the telescope begins'
 lightning_specdec decode --target ./llama --draft ./small-llama --num_draft_tokens auto
 lightning_specdec decode --target ./llama --drafter NGramDrafter --drafter.max_ngram 4
+lightning_specdec decode --target ./llama --json_schema answer.json --prompt 'Describe an oak.'
 lightning_specdec decode --target ./llama --drafter EarlyExitDrafter --drafter.exit_layer 3"""
 MEASURE_SECONDS = 20.0
 """Time for measuring if --repeats is not given, provided that a repeat fits into it."""
@@ -71,6 +74,7 @@ def add_arguments(parser: Parser) -> None:
             f"{FEW_TOKENS} for a target without a tokenizer"
         }
     )
+    parser.add_settings("Structured output", GrammarSettings)
     parser.add_settings("Measure", MeasureSettings)
     parser.add_settings("Output", DecodeSettings)
 
@@ -98,8 +102,11 @@ def run(options: Namespace) -> int:
     settings = chosen(options, DecodeSettings)
     measure = chosen(options, MeasureSettings)
     config = decoding(options)
+    grammar = chosen(options, GrammarSettings).given
     loaded = load(options)
     decoder = loaded.decoder
+    if grammar is not None:
+        config = config.changed(processors=(_grammar(*grammar),))
     config = decoder.config(config)
     if decoder.tokenizer is None and "max_new_tokens" not in options:
         config = config.changed(max_new_tokens=FEW_TOKENS)
@@ -123,6 +130,16 @@ def run(options: Namespace) -> int:
         say(_answer(outcome, decoder, config))
         say(f"\n{_details(outcome, loaded, options, manifest)}", has_colours=True)
     return _report_failures(outcome)
+
+
+def _grammar(kind: str, text: str) -> Grammar:
+    """The grammar of this kind and text."""
+    # Imported here because torch takes a second.
+    from lightning_specdec.rules import Grammar
+
+    if kind == "json_schema":
+        return Grammar.json_schema(text)
+    return Grammar.regex(text) if kind == "regex" else Grammar.lark(text)
 
 
 def _texts(outcome: Outcome) -> str:

@@ -108,6 +108,51 @@ class MeasureSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GrammarSettings(Settings):
+    """What the output must be; by default anything."""
+
+    json_schema: str | None = setting(
+        None, "the output is JSON under the schema of this file", metavar="FILE"
+    )
+    regex: str | None = setting(
+        None, "this regular expression matches the whole output", metavar="TEXT"
+    )
+    grammar: str | None = setting(
+        None,
+        "the output is a text of the context-free grammar of this file, in Lark's syntax",
+        metavar="FILE",
+    )
+
+    @property
+    def given(self) -> tuple[str, str] | None:
+        """The kind of the grammar and its text; None without one.
+
+        Raises:
+            ValueError: several are given, or a file cannot be read.
+        """
+        values = {
+            "json_schema": self.json_schema,
+            "regex": self.regex,
+            "lark": self.grammar,
+        }
+        given = [(kind, value) for kind, value in values.items() if value is not None]
+        if not given:
+            return None
+        if len(given) > 1:
+            raise UsageError(
+                "--json_schema, --regex and --grammar exclude each other: give one of them"
+            )
+        kind, value = given[0]
+        if kind == "regex":
+            return kind, value
+        try:
+            return kind, Path(value).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+            raise ValueError(f"{value} cannot be read: {reason}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OutputSettings(Settings):
     """How results are printed."""
 

@@ -25,7 +25,7 @@ from lightning_specdec.drafters.layout import pad
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.graphs import Outputs
 from lightning_specdec.models.threads import one_thread
-from lightning_specdec.rules import Purpose, Sampling, noise_table
+from lightning_specdec.rules import Purpose, RowSampling, Sampling, noise_table
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -107,6 +107,7 @@ class StandardDecoding:
         self.sampling = Sampling.of(config)
         self.device = target.device
         eos = check_eos(config.eos, target.vocab_size)
+        self.sampling.check_rows(target, eos)
         stop = stops_of(config, target)
         self.rows = [
             Request(
@@ -116,6 +117,7 @@ class StandardDecoding:
                 eos=eos,
                 speculative=False,
                 stop=stop,
+                sampling=self.sampling.for_row(len(text), target, eos),
             )
             for index, text in texts
         ]
@@ -214,7 +216,8 @@ class StandardDecoding:
         processed = logits
         if self.sampling.processors:
             texts = [row.text if row.live else None for row in self.batch_rows]
-            processed = self.sampling.process(logits[:, None], texts)[:, 0]
+            sampling = RowSampling.of_rows([row.sampling for row in self.batch_rows])
+            processed = sampling.process(logits[:, None], texts)[:, 0]
         uniform = None
         if self.noise is not None:
             uniform = self.noise[:, self.num_calls, Purpose.CORRECT]

@@ -60,6 +60,7 @@ class Batch:
 
     Attributes:
         rows: the row of each slot.
+        target_context: the target and its state.
         noise: each row's uniform numbers, from its first new token on; None if no row has drawn at
             random.
         executor: runs the calls of the batch.
@@ -82,8 +83,8 @@ class Batch:
         self.num_slots = num_slots
         self.rows = [_empty_row() for _ in range(batch_size)]
         self.target_state = target.init_state(batch_size, num_slots)
-        context = TargetContext(target, self.target_state)
-        self.draft_state = drafter.init_state(batch_size, num_slots, context)
+        self.target_context = TargetContext(target, self.target_state)
+        self.draft_state = drafter.init_state(batch_size, num_slots, self.target_context)
         check_state(drafter, self.draft_state)
         self.executor = make_executor(self.target_state, target.vocab_size, timer, drafter)
 

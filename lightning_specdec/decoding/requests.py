@@ -50,6 +50,7 @@ class Request:
         text: the prompt and all new tokens.
         max_length: most tokens of the text.
         stop_reason: why the row has ended; "" until then.
+        failure: why it failed, if that was not for logits that are not finite.
         resumed: whether another row continues with its random numbers.
         num_added: new tokens of the last round; 1 before the first.
         top_logprobs: for each new token, the likeliest tokens in its place with their log
@@ -86,6 +87,7 @@ class Request:
         self.resumed = False
         self._stop_search = None if stop is None else StopSearch(stop)
         self.stop_reason = "" if max_new_tokens else "length"
+        self.failure = ""
 
         # What the result reports.
         self.counts = Counts() if speculative else None
@@ -211,14 +213,25 @@ class Request:
 
     def fail(self) -> None:
         """End the row: its next token could not be drawn."""
-        if self.live:
-            self.stop_reason = "failed"
-            log.warning(
-                "prompt %d ends after %d new tokens: the target's logits are not finite: try "
-                "--dtype float32",
-                self.index,
-                self.num_new,
-            )
+        if not self.live:
+            return
+        self.stop_reason = "failed"
+        for processor in self.sampling.bound_processors:
+            self.failure = self.failure or processor.error
+        log.warning(
+            "prompt %d ends after %d new tokens: %s",
+            self.index,
+            self.num_new,
+            self.failure or "the target's logits are not finite: try --dtype float32",
+        )
+
+    def forced_tokens(self, count: int) -> list[int]:
+        """Up to `count` tokens that are likely to follow, since a grammar allows no other text."""
+        for processor in self.sampling.bound_processors:
+            tokens = processor.forced_tokens(self.text, count)
+            if tokens:
+                return tokens
+        return []
 
     def result(self) -> RowResult:
         """The row's result so far."""
@@ -248,11 +261,16 @@ class RowSettings:
 
     @classmethod
     def of(cls, config: DecodingConfig, target: LanguageModel) -> RowSettings:
-        """Raises ValueError if a token or a stop string is none of the target's."""
+        """Raises ValueError if a token or a stop string is none of the target's, or if a
+        processor cannot be used with it.
+        """
+        sampling = Sampling.of(config)
+        eos = check_eos(config.eos, target.vocab_size)
+        sampling.check_rows(target, eos)
         return cls(
-            sampling=Sampling.of(config),
+            sampling=sampling,
             seed=config.seed,
-            eos=check_eos(config.eos, target.vocab_size),
+            eos=eos,
             stops=stops_of(config, target),
             logprobs=config.logprobs,
         )

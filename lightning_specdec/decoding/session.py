@@ -32,8 +32,8 @@ from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.decoding.verification import Events, Verification
 from lightning_specdec.decoding.windows import Plan, as_window
 from lightning_specdec.drafters import Draft, Drafter, DraftRequest, DraftState
+from lightning_specdec.drafters.known_tokens import draft_around
 from lightning_specdec.drafters.layout import pad, verified_positions, with_draft_tokens
-from lightning_specdec.drafters.user_drafts import proposed
 from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.models.threads import one_thread
 from lightning_specdec.rules import Sampling, make_rule
@@ -227,9 +227,35 @@ class Session:
             vocab_size=self.target.vocab_size,
             calls=self._executor,
         )
-        draft = proposed(self.drafter, self._batch.draft_state, request, windows, sampling)
+        draft = draft_around(
+            self._forced_tokens(windows),
+            self.drafter,
+            self._batch.draft_state,
+            self._batch.target_context,
+            request,
+            windows,
+            sampling,
+        )
         self.num_draft_calls += draft.num_calls
         return self._plan.adjust(draft, windows)
+
+    def _forced_tokens(self, windows: Sequence[int]) -> list[list[int]]:
+        """Each row's draft tokens if a grammar leaves no choice, so that no drafter is needed.
+
+        A drafter that draws its tokens under the grammar has these too, and may continue them. So
+        its rows have them only if they fill the window or end the text.
+        """
+        forced: list[list[int]] = []
+        if self.rule.needs_draft_logits:
+            # Such rules judge draft models only.
+            return [[] for _ in windows]
+        for row, window in zip(self._batch.rows, windows, strict=True):
+            tokens = row.forced_tokens(window) if row.live and window else []
+            is_whole = len(tokens) == window or (tokens and tokens[-1] in row.eos)
+            if self.drafter.gives_logits and not is_whole:
+                tokens = []
+            forced.append(tokens)
+        return forced
 
     def _verify(
         self,
@@ -403,7 +429,7 @@ class Session:
             speculative=True,
             stop=settings.stops,
             num_drawn=num_drawn,
-            sampling=settings.sampling,
+            sampling=settings.sampling.for_row(len(prompt), self.target, settings.eos),
             seed=settings.seed if is_random else None,
             wants_logprobs=settings.logprobs,
             num_top_logprobs=require_int("num_top_logprobs", num_top_logprobs, 0),

@@ -119,6 +119,10 @@ class Verification:
             noise = noise[:, : num_draft_tokens + 1]
         if num_draft_tokens:
             verdict = judged(self.rule, draft, processed, self.sampling, noise)
+            if self.sampling.runs_on_host and not self.rule.lossless:
+                # A lossy rule may accept what the target cannot draw, which a processor forbids.
+                draft_scores = processed[:, :-1].gather(-1, draft.tokens[..., None])
+                verdict.accepted = verdict.accepted & (draft_scores.squeeze(-1) > -torch.inf)
         else:
             # Without a draft every rule draws the target's own token.
             next_tokens = self.sampling.sample(processed, column(noise, Purpose.CORRECT))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch.nn.functional import pad
 
 from lightning_specdec.config.settings import setting
 from lightning_specdec.drafters.base import (
@@ -18,9 +15,9 @@ from lightning_specdec.drafters.base import (
     TargetContext,
 )
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
-from lightning_specdec.drafters.ngram import NGramDrafter, NGramSettings, certain
-from lightning_specdec.drafters.user_drafts import proposed
-from lightning_specdec.models import ExitStates, LanguageModel, ModelOutput
+from lightning_specdec.drafters.known_tokens import draft_around
+from lightning_specdec.drafters.ngram import NGramDrafter, NGramSettings
+from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
 
@@ -138,29 +135,9 @@ class NGramWithFallback(Drafter):
         sampling: Sampling,
     ) -> Draft:
         matches = self.lookup.look_up(state.lookup, request, windows)
-        if not any(matches):
-            return proposed(self.fallback, state.fallback, request, windows, sampling)
-
-        # The fallback drafts for the rows without a match.
-        lookup_draft = certain(matches, request.last_two_tokens.device)
-        matched_rows = [row for row, tokens in enumerate(matches) if tokens]
-        fallback_windows = list(windows)
-        for row in matched_rows:
-            fallback_windows[row] = 0
-        if not any(fallback_windows):
-            return lookup_draft
-
-        fallback_draft = proposed(
-            self.fallback, state.fallback, request, fallback_windows, sampling
+        return draft_around(
+            matches, self.fallback, state.fallback, state.context, request, windows, sampling
         )
-        for row in matched_rows:
-            # The target reads the lookup's tokens there, not what the fallback may have drafted.
-            state.fallback.truncate_row(row, len(request.texts[row]))
-
-        exit_states = fallback_draft.exit_states
-        if exit_states is not None:
-            exit_states = _without_drafts(exit_states, matched_rows, state.context, request)
-        return _joined(lookup_draft, fallback_draft, exit_states)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         self.fallback.observe(state.fallback, output, num_accepted)
@@ -174,45 +151,3 @@ def sure_lookup(**settings: Any) -> NGramDrafter:
         lookup_settings["min_ngram"] = 1
     lookup_settings.update(settings)
     return NGramDrafter(**lookup_settings)
-
-
-def _without_drafts(
-    exit_states: ExitStates,
-    rows: Sequence[int],
-    context: TargetContext | None,
-    request: DraftRequest,
-) -> ExitStates:
-    """The exit states, but for these rows only those of text that the target has not read."""
-    assert context is not None
-    lengths = list(exit_states.lengths)
-    for row in rows:
-        num_unread = len(request.texts[row]) - context.state.consumed[row]
-        lengths[row] = min(lengths[row], num_unread)
-    return replace(exit_states, lengths=lengths)
-
-
-def _joined(lookup: Draft, fallback: Draft, exit_states: ExitStates | None) -> Draft:
-    """One draft from two: the lookup's where it has tokens, the fallback's in all other rows."""
-    assert lookup.lengths is not None, "it has tokens for some rows and none for others"
-    has_match = lookup.lengths > 0
-
-    lookup_width = lookup.tokens.shape[1]
-    fallback_width = fallback.tokens.shape[1]
-    width = max(lookup_width, fallback_width)
-    lookup_tokens = pad(lookup.tokens, (0, width - lookup_width))
-    fallback_tokens = pad(fallback.tokens, (0, width - fallback_width))
-    tokens = torch.where(has_match[:, None], lookup_tokens, fallback_tokens)
-
-    fallback_lengths = fallback.lengths
-    if fallback_lengths is None:
-        fallback_lengths = torch.full_like(lookup.lengths, fallback_width)
-    lengths = torch.where(has_match, lookup.lengths, fallback_lengths)
-
-    probs = fallback.probs
-    if probs is not None:
-        # The lookup's tokens are deterministic, so their distributions are one-hot.
-        fallback_probs = pad(probs, (0, 0, 0, width - fallback_width))
-        one_hot = torch.zeros_like(fallback_probs)
-        one_hot.scatter_(-1, lookup_tokens[..., None], 1.0)
-        probs = torch.where(has_match[:, None, None], one_hot, fallback_probs)
-    return Draft(tokens, lengths, probs, num_calls=fallback.num_calls, exit_states=exit_states)

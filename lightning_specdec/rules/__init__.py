@@ -9,6 +9,7 @@ from lightning_specdec.rules.acceptance import RejectionSampling as RejectionSam
 from lightning_specdec.rules.acceptance import TypicalAcceptance as TypicalAcceptance
 from lightning_specdec.rules.acceptance import Verdict as Verdict
 from lightning_specdec.rules.acceptance import make_rule as make_rule
+from lightning_specdec.rules.grammar import Grammar as Grammar
 from lightning_specdec.rules.sampling import GREEDY as GREEDY
 from lightning_specdec.rules.sampling import SOFTMAX as SOFTMAX
 from lightning_specdec.rules.sampling import LogitBias as LogitBias

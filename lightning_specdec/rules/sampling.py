@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_specdec.config.decoding import SamplingSettings
 from lightning_specdec.config.kinds import described
+from lightning_specdec.models import LanguageModel
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -25,6 +27,57 @@ It must be a pure function of these two arguments, for any prefix. It is also ca
 tokens that are later rejected, for other rows, and for the draft's scores, so a processor that
 remembers its calls breaks losslessness. Processors of transformers that keep no state qualify.
 """
+
+
+class BoundProcessor(ABC):
+    """A logits processor of one row, called with its text as integers on the host.
+
+    Attributes:
+        error: why the row cannot be continued; "" if it can.
+    """
+
+    error: str = ""
+
+    @abstractmethod
+    def process(
+        self,
+        text: Sequence[int],
+        length: int,
+        scores: Float[Tensor, "1 V"],
+    ) -> Float[Tensor, "1 V"]:
+        """The new scores after the first `length` tokens of a text; a pure function of these."""
+
+    @abstractmethod
+    def forced_tokens(self, text: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens that are likely to follow a text, since nothing else may."""
+
+    def __call__(
+        self,
+        prefix: Int[Tensor, "1 T"],
+        scores: Float[Tensor, "1 V"],
+    ) -> Float[Tensor, "1 V"]:
+        text = prefix[0].tolist()
+        return self.process(text, len(text), scores)
+
+
+class RowProcessor(ABC):
+    """A logits processor that is made for each row: it depends on where the new text begins."""
+
+    @abstractmethod
+    def check(self, target: LanguageModel, eos: frozenset[int]) -> None:
+        """Raise ValueError if rows of this target with these EOS tokens cannot use it."""
+
+    @abstractmethod
+    def for_row(
+        self,
+        prompt_length: int,
+        target: LanguageModel,
+        eos: frozenset[int],
+    ) -> BoundProcessor:
+        """The processor of a row whose new text follows `prompt_length` tokens."""
+
+    def __call__(self, prefix: Tensor, scores: Tensor) -> Tensor:
+        raise ValueError(f"{type(self).__name__} processes rows of a session: use Sampling.for_row")
 
 
 @dataclass(frozen=True)
@@ -137,6 +190,33 @@ class Sampling(SamplingSettings):
                 arguments[setting.name] = getattr(config, setting.name)
         return cls(**arguments)
 
+    def check_rows(self, target: LanguageModel, eos: frozenset[int]) -> None:
+        """Raise ValueError if a processor cannot process rows of this target."""
+        for processor in self.processors:
+            if isinstance(processor, RowProcessor):
+                processor.check(target, eos)
+
+    def for_row(
+        self,
+        prompt_length: int,
+        target: LanguageModel,
+        eos: frozenset[int],
+    ) -> Sampling:
+        """The sampling of one row; itself unless it has a `RowProcessor`."""
+        if not any(isinstance(processor, RowProcessor) for processor in self.processors):
+            return self
+        processors = []
+        for processor in self.processors:
+            if isinstance(processor, RowProcessor):
+                processor = processor.for_row(prompt_length, target, eos)
+            processors.append(processor)
+        return replace(self, processors=tuple(processors))
+
+    @property
+    def bound_processors(self) -> list[BoundProcessor]:
+        """The processors that belong to one row."""
+        return [processor for processor in self.processors if isinstance(processor, BoundProcessor)]
+
     @property
     def runs_on_host(self) -> bool:
         """Whether drawing needs the host, so that calls that draw cannot be recorded."""
@@ -201,10 +281,15 @@ class Sampling(SamplingSettings):
         stop_at_impossible: bool,
     ) -> None:
         """Apply the processors to one row, in place."""
-        tokens = torch.tensor([[*text, *row_draft]], device=row_logits.device)
+        tokens = [*text, *row_draft]
+        # A processor of one row needs no tensor.
+        has_others = len(self.bound_processors) < len(self.processors)
+        token_tensor = None
+        if has_others:
+            token_tensor = torch.tensor([tokens], device=row_logits.device)
         for i in range(len(row_draft) + 1):
-            prefix = tokens[:, : len(text) + i]
-            scores = self._process_position(prefix, row_logits[i : i + 1].clone())
+            scores = row_logits[i : i + 1].clone()
+            scores = self._process_position(tokens, token_tensor, len(text) + i, scores)
             row_logits[i : i + 1] = scores
 
             has_next = i < len(row_draft)
@@ -213,13 +298,19 @@ class Sampling(SamplingSettings):
 
     def _process_position(
         self,
-        prefix: Int[Tensor, "1 T"],
+        tokens: Sequence[int],
+        token_tensor: Int[Tensor, "1 T"] | None,
+        length: int,
         scores: Float[Tensor, "1 V"],
     ) -> Float[Tensor, "1 V"]:
-        """Apply all processors to the scores after one prefix."""
+        """Apply all processors to the scores after the first `length` tokens."""
         expected_shape = scores.shape
         for processor in self.processors:
-            scores = processor(prefix, scores)
+            if isinstance(processor, BoundProcessor):
+                scores = processor.process(tokens, length, scores)
+                continue
+            assert token_tensor is not None
+            scores = processor(token_tensor[:, :length], scores)
             if not isinstance(scores, Tensor) or scores.shape != expected_shape:
                 name = getattr(processor, "__qualname__", type(processor).__qualname__)
                 raise ValueError(
@@ -324,12 +415,13 @@ class RowSampling(Sampling):
     def without_greedy(self) -> Sampling:
         return RowSampling.of_rows([sampling.without_greedy for sampling in self.rows])
 
-    def _groups(self) -> dict[Sampling, list[int]]:
-        """Rows by their sampling, since equal ones are computed together."""
-        groups: dict[Sampling, list[int]] = {}
+    def _groups(self) -> list[tuple[Sampling, list[int]]]:
+        """A sampling with its rows, which draw equally once their logits are processed."""
+        groups: dict[tuple[Any, ...], tuple[Sampling, list[int]]] = {}
         for row, sampling in enumerate(self.rows):
-            groups.setdefault(sampling, []).append(row)
-        return groups
+            key = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+            groups.setdefault(key, (sampling, []))[1].append(row)
+        return list(groups.values())
 
     def mark_failed(
         self,
@@ -337,7 +429,7 @@ class RowSampling(Sampling):
         logits: Float[Tensor, "*B V"],
     ) -> Int[Tensor, "*B"]:
         marked_tokens = tokens.clone()
-        for sampling, rows in self._groups().items():
+        for sampling, rows in self._groups():
             marked_tokens[rows] = sampling.mark_failed(tokens[rows], logits[rows])
         return marked_tokens
 
@@ -349,17 +441,21 @@ class RowSampling(Sampling):
         *,
         stop_at_impossible: bool = False,
     ) -> Float[Tensor, "B N V"]:
-        processed = logits
-        for sampling, rows in self._groups().items():
-            group_texts = [text if row in rows else None for row, text in enumerate(texts)]
-            processed = sampling.process(
-                processed, group_texts, draft_tokens, stop_at_impossible=stop_at_impossible
-            )
+        if not any(sampling.processors for sampling in self.rows):
+            return logits
+        if not draft_tokens:
+            draft_tokens = [()] * len(texts)
+
+        processed = logits.float().clone()
+        for row, sampling in enumerate(self.rows):
+            text = texts[row]
+            if text is not None and sampling.processors:
+                sampling._process_row(processed[row], text, draft_tokens[row], stop_at_impossible)
         return processed
 
     def probs(self, logits: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
         probs = torch.empty_like(logits, dtype=torch.float32)
-        for sampling, rows in self._groups().items():
+        for sampling, rows in self._groups():
             probs[rows] = sampling.probs(logits[rows])
         return probs
 
@@ -374,7 +470,7 @@ class RowSampling(Sampling):
 
         tokens = torch.empty(logits.shape[:-1], dtype=torch.long, device=logits.device)
         probs = torch.empty_like(logits, dtype=torch.float32)
-        for sampling, rows in self._groups().items():
+        for sampling, rows in self._groups():
             row_tokens, row_probs = sampling.sample_with_probs(logits[rows], uniform[rows])
             tokens[rows] = row_tokens
             probs[rows] = sampling.probs(logits[rows]) if row_probs is None else row_probs

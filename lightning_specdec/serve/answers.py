@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_specdec.decoding.requests import TopLogprobs
 from lightning_specdec.serve.engine import Update
+from lightning_specdec.serve.structured import ToolStream, ToolUse
 from lightning_specdec.text.tokenizer import Tokenizer
 from lightning_specdec.text.vocabulary import ROLES, Vocabulary
 
@@ -298,6 +299,44 @@ class ChatFormat(AnswerFormat):
             "logprob": logprob,
             "bytes": list(self.names.bytes_of(token)),
         }
+
+
+class ToolFormat(ChatFormat):
+    """Answers of chats that may call tools.
+
+    Args:
+        use: how the text of an answer is read.
+    """
+
+    def __init__(self, model: str, names: TokenNames, use: ToolUse, *, with_scores: bool) -> None:
+        super().__init__(model, names, with_scores=with_scores)
+        self.use = use
+        self._streams: dict[int, ToolStream] = {}
+
+    def whole_choice(self, choice: Choice) -> Json:
+        content, calls = self.use.read(choice.text)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = calls
+        return self._choice(
+            choice,
+            message=message,
+            logprobs=self._logprobs(choice.scores),
+            finish_reason=self.use.finish_reason(choice.finish_reason, calls),
+        )
+
+    def piece_choice(self, choice: Choice, piece: Piece) -> Json:
+        if choice.index not in self._streams:
+            self._streams[choice.index] = ToolStream(self.use)
+        stream = self._streams[choice.index]
+        delta = stream.push(piece.text, is_last=piece.finish_reason is not None)
+        return self._choice(choice, delta=delta, logprobs=self._logprobs(piece.scores))
+
+    def last_choice(self, choice: Choice) -> Json:
+        calls = self._streams[choice.index].calls
+        reason = self.use.finish_reason(choice.finish_reason, calls)
+        return self._choice(choice, delta={}, finish_reason=reason)
 
 
 class CompletionFormat(AnswerFormat):

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning_specdec.serve.answers import Choice, Json, Usage
 from lightning_specdec.serve.engine import (
+    GRAMMAR_FAILED,
     NOT_FINITE,
     SHUTTING_DOWN,
     QueueFullError,
@@ -308,6 +309,8 @@ def _raise_if_failed(update: Update) -> None:
         raise _unavailable()
     if update.error:
         code = "not_finite" if update.error == NOT_FINITE else "internal_error"
+        if update.error.startswith(GRAMMAR_FAILED):
+            code = "grammar_failed"
         raise ApiError(update.error, status=500, kind="server_error", code=code)
 
 

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 INTERNAL_ERROR = "the server failed to decode this request"
 SHUTTING_DOWN = "the server is shutting down"
+GRAMMAR_FAILED = "the answer cannot go on under its grammar"
 NOT_FINITE = "the model's logits are not finite"
 
 
@@ -393,7 +394,7 @@ def _update_of(row: Request, tokens: list[int]) -> Update:
     error = ""
     stop_reason = row.stop_reason
     if stop_reason == "failed":
-        error = NOT_FINITE
+        error = f"{GRAMMAR_FAILED}: {row.failure}" if row.failure else NOT_FINITE
         stop_reason = ""
     logprobs = None
     if row.logprobs is not None:

@@ -5,6 +5,7 @@ A field is supported, or it is refused by its name: none is ignored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -43,12 +44,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "store": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
 }
@@ -122,6 +119,12 @@ class CommonRequest(Settings):
     n: int = setting(1, minimum=1, maximum=MAX_CHOICES)
     stream: bool = False
     stream_options: Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
+    guided_json: str | Mapping[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Any = None
+    guided_grammar: str | None = None
 
     @classmethod
     def read(cls: type[R], body: object) -> R:
@@ -249,6 +252,9 @@ class ChatRequest(CommonRequest):
     logprobs: bool = False
     top_logprobs: int | None = setting(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
     chat_template_kwargs: Mapping[str, Any] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -283,12 +289,29 @@ def _turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         # The newer name of the same role; chat templates of open models know the older one.
         turn["role"] = "system"
 
+    if role == "assistant" and isinstance(message.get("tool_calls"), list):
+        turn["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+
     content = message.get("content")
     calls_tools = role == "assistant" and message.get("tool_calls")
     if content is None and calls_tools:
         return turn
     turn["content"] = _text_of(content, f"{where}.content")
     return turn
+
+
+def _with_object(call: Any) -> Any:
+    """A call of a tool with its arguments as an object, which chat templates expect."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _text_of(content: object, where: str) -> str:

@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_specdec.rules import LogitBias, PresencePenalty
+from lightning_specdec.decoding.requests import check_eos
+from lightning_specdec.rules import Grammar, LogitBias, PresencePenalty
+from lightning_specdec.rules.grammar import NUM_CACHED_GRAMMARS, library_grammar, shown_error
 from lightning_specdec.serve.answers import (
     AnswerFormat,
     ChatFormat,
     CompletionFormat,
     TokenNames,
+    ToolFormat,
 )
 from lightning_specdec.serve.engine import Engine, Generation
+from lightning_specdec.serve.grammar_trial import MAX_GRAMMAR_BYTES, try_grammar
 from lightning_specdec.serve.protocol import (
     DEFAULT_MAX_TOKENS,
     ApiError,
@@ -23,6 +27,7 @@ from lightning_specdec.serve.protocol import (
     CommonRequest,
     CompletionRequest,
 )
+from lightning_specdec.serve.structured import ToolUse, requested_grammar, tool_use
 from lightning_specdec.text.tokenizer import Tokenizer
 
 
@@ -60,6 +65,7 @@ class Service:
         self.names = TokenNames(tokenizer.vocabulary)
         # Tokenizers of transformers may not be called by two threads at once.
         self._tokenizer_lock = threading.Lock()
+        self._tried: set[Grammar] = set()
 
     def chat(self, request: ChatRequest) -> Job:
         """The job of a chat's next turn.
@@ -70,11 +76,14 @@ class Service:
         self._check_model(request.model)
         if not self.tokenizer.has_chat_template:
             raise ApiError("the model has no chat template: use /v1/completions", param="messages")
+        template = self.tokenizer.template_for_tools
+        use = tool_use(request, template)
+        variables = dict(request.chat_template_kwargs or {})
+        if use is not None and template is not None:
+            variables["tools"] = [dict(tool) for tool in request.tools]
         try:
             with self._tokenizer_lock:
-                prompt = self.tokenizer.encode_chat(
-                    request.turns(), chat_template_kwargs=request.chat_template_kwargs
-                )
+                prompt = self.tokenizer.encode_chat(request.turns(), chat_template_kwargs=variables)
         except ValueError as error:
             message = str(error)
             raise ApiError(message, param=_field_of(message, "messages")) from None
@@ -83,11 +92,15 @@ class Service:
         if max_new_tokens is None:
             max_new_tokens = max(1, self.engine.max_length - len(prompt))
         num_top_logprobs = request.top_logprobs or 0
-        answer_format = ChatFormat(self.model_name, self.names, with_scores=request.logprobs)
+        with_scores = request.logprobs
+        answer_format = ChatFormat(self.model_name, self.names, with_scores=with_scores)
+        if use is not None:
+            answer_format = ToolFormat(self.model_name, self.names, use, with_scores=with_scores)
         return self._job(
             request,
             [prompt],
             answer_format,
+            self._grammar(request, use),
             max_new_tokens=max_new_tokens,
             num_top_logprobs=num_top_logprobs,
             prompt_field="messages",
@@ -114,6 +127,7 @@ class Service:
             request,
             prompts,
             answer_format,
+            self._grammar(request, None),
             max_new_tokens=request.max_tokens or DEFAULT_MAX_TOKENS,
             num_top_logprobs=request.logprobs or 0,
             prompt_field="prompt",
@@ -133,6 +147,7 @@ class Service:
         request: CommonRequest,
         prompts: Sequence[list[int]],
         answer_format: AnswerFormat,
+        grammar: Grammar | None,
         *,
         max_new_tokens: int,
         num_top_logprobs: int,
@@ -155,7 +170,7 @@ class Service:
         generations: list[Generation] = []
         for prompt in prompts:
             self._check_length(prompt, max_new_tokens, prompt_field)
-            prompt_changes = {**changes, **self._processors(request, len(prompt))}
+            prompt_changes = {**changes, **self._processors(request, len(prompt), grammar)}
             for _ in range(request.n):
                 generations.append(
                     Generation(
@@ -183,9 +198,57 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def _processors(self, request: CommonRequest, prompt_length: int) -> dict[str, Any]:
+    def _grammar(self, request: CommonRequest, use: ToolUse | None) -> Grammar | None:
+        """The grammar of a request, which the library has compiled; None without one.
+
+        Raises:
+            ApiError: the grammar is refused.
+        """
+        requested = requested_grammar(request)
+        param = "tools"
+        grammar = None if use is None else use.grammar
+        if requested is not None:
+            if use is not None:
+                raise ApiError("tools and a grammar exclude each other", param=requested[1])
+            grammar, param = requested
+        if grammar is None:
+            return None
+        try:
+            self._try(grammar)
+            target = self.engine.target
+            grammar.check(target, check_eos(self.engine.config.eos, target.vocab_size))
+        except ValueError as error:
+            raise ApiError(str(error), param=param, code="invalid_grammar") from None
+        return grammar
+
+    def _try(self, grammar: Grammar) -> None:
+        """Raise ValueError if compiling a grammar exceeds the limits, or fails.
+
+        A grammar that has passed is not tried again.
+        """
+        if len(grammar.source) > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"the grammar exceeds the limit of {MAX_GRAMMAR_BYTES} characters")
+        if grammar in self._tried:
+            return
+        compiled_from = library_grammar(grammar)
+        try:
+            try_grammar(compiled_from)
+        except ValueError as error:
+            raise ValueError(f"the {grammar.title} is refused: {shown_error(error)}") from None
+        if len(self._tried) >= NUM_CACHED_GRAMMARS:
+            self._tried.clear()
+        self._tried.add(grammar)
+
+    def _processors(
+        self,
+        request: CommonRequest,
+        prompt_length: int,
+        grammar: Grammar | None,
+    ) -> dict[str, Any]:
         """The logits processors of a request, if it has any, as a change of the config."""
         processors: list[Any] = []
+        if grammar is not None:
+            processors.append(grammar)
         if request.presence_penalty or request.frequency_penalty:
             processors.append(
                 PresencePenalty(request.presence_penalty, request.frequency_penalty, prompt_length)

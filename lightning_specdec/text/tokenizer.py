@@ -151,6 +151,11 @@ class Tokenizer(ABC):
         return False
 
     @property
+    def template_for_tools(self) -> str | None:
+        """Source of the chat template for chats with tools; None if it has no place for them."""
+        return None
+
+    @property
     def chat_fingerprint(self) -> str:
         """A string that changes whenever the text of some chat may change."""
         return ""
@@ -294,6 +299,13 @@ class TextTokenizer(Tokenizer):
     @property
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
+
+    @property
+    def template_for_tools(self) -> str | None:
+        if not self.has_chat_template:
+            return None
+        template = str(self.tokenizer.get_chat_template(tools=[{}]))
+        return template if "tools" in template else None
 
     @property
     def chat_fingerprint(self) -> str:
