@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,11 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lightning_specdec.models.layers import cache_name
+from lightning_specdec.models.packed import computes_natively
 from lightning_specdec.models.state import KVStorage, Slots
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 NAME = "lightning_specdec"
 """Name of `grouped_attention` in transformers: the value of `config._attn_implementation`."""
@@ -75,8 +79,11 @@ def grouped_attention(
     and only the T rows of the mask are repeated.
 
     Args:
-        attention_mask: `[B, 1, T, S]`, to be added to the scores.
+        attention_mask: `[B, 1, T, S]`, to be added to the scores; or `continued_mask`.
     """
+    if attention_mask is not None and attention_mask.shape[-1] == 0:
+        return _continued_attention(query, key, value, options), None
+
     batch_size, num_heads, num_tokens, head_size = query.shape
     num_key_heads = key.shape[1]
     num_groups = num_heads // num_key_heads
@@ -104,6 +111,84 @@ def grouped_attention(
     )
     output = output.reshape(batch_size, num_heads, num_tokens, -1)
     return output.transpose(1, 2).contiguous(), None
+
+
+def continued_mask(positions: Int[Tensor, "B T"], dtype: torch.dtype) -> Float[Tensor, "B 1 T 0"]:
+    """A mask without columns. To `grouped_attention`, it means that the queries belong to the last
+    of the keys, and that each attends to all keys up to its own.
+
+    No other attention accepts it, so that none can misread it.
+    """
+    return torch.empty(len(positions), 1, positions.shape[1], 0, dtype=dtype).to(positions.device)
+
+
+def _continued_attention(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B G S D"],
+    value: Float[Tensor, "B G S D"],
+    options: dict[str, Any],
+) -> Float[Tensor, "B T H D"]:
+    """Causal attention of the last T of S tokens, on a CPU.
+
+    The kernel of causal attention accepts no earlier keys, and one with a mask computes all scores
+    and reads the mask for each head. So the queries attend to the earlier keys and to one another
+    separately. The two outputs are added with the weights that the sums of their exponentiated
+    scores have, as FlashAttention does for blocks of keys (Dao et al. 2022).
+    """
+    for name in ("dropout", "position_bias", "softcap", "s_aux"):
+        if options.get(name):
+            raise ValueError(f"attention over a part of a prompt has no {name}")
+    dtype = query.dtype
+    if not computes_natively(dtype):
+        # Converting takes less time than computing in a type that the processor does not have.
+        query = query.float()
+        key = key.float()
+        value = value.float()
+
+    batch_size, num_heads, num_tokens, head_size = query.shape
+    num_key_heads = key.shape[1]
+    num_groups = num_heads // num_key_heads
+    num_earlier = key.shape[2] - num_tokens
+    scale = options.get("scaling")
+
+    recent_output, recent_sums = _flash_attention(
+        query,
+        key[:, :, num_earlier:].repeat_interleave(num_groups, dim=1),
+        value[:, :, num_earlier:].repeat_interleave(num_groups, dim=1),
+        is_causal=True,
+        scale=scale,
+    )
+    # The query heads that share a key head are laid one after another along the query axis.
+    earlier_output, earlier_sums = _flash_attention(
+        query.reshape(batch_size, num_key_heads, num_groups * num_tokens, head_size),
+        key[:, :, :num_earlier],
+        value[:, :, :num_earlier],
+        is_causal=False,
+        scale=scale,
+    )
+    earlier_output = earlier_output.reshape(recent_output.shape)
+    earlier_sums = earlier_sums.reshape(recent_sums.shape)
+
+    # The sums are logarithms, so this is the earlier keys' share of both sums.
+    earlier_weight = torch.sigmoid(earlier_sums - recent_sums)[..., None]
+    output = torch.lerp(recent_output.float(), earlier_output.float(), earlier_weight)
+    return output.to(dtype).transpose(1, 2).contiguous()
+
+
+def _flash_attention(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B H S D"],
+    value: Float[Tensor, "B H S D"],
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B H T"]]:
+    """The kernel of scaled dot-product attention on a CPU, which also returns the logarithm of the
+    sum of each query's exponentiated scores."""
+    output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, scale=scale
+    )
+    return output, sums
 
 
 AttentionInterface.register(NAME, grouped_attention)
