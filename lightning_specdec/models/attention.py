@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 NAME = "lightning_specdec"
 """Name of `grouped_attention` in transformers: the value of `config._attn_implementation`."""
+QUERY_BLOCK = 256
+"""Queries that attend to earlier keys and to one another in one call of a kernel. Among themselves,
+the kernel computes all pairs, although half of them are masked."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 """Families with two-sided attention. As decoders, some of them do not count positions from 0."""
@@ -135,8 +138,8 @@ def _continued_attention(
     separately. The two outputs are added with the weights that the sums of their exponentiated
     scores have, as FlashAttention does for blocks of keys (Dao et al. 2022).
     """
-    for name in ("dropout", "position_bias", "softcap", "s_aux"):
-        if options.get(name):
+    for name in ("position_bias", "softcap", "s_aux"):
+        if options.get(name) is not None:
             raise ValueError(f"attention over a part of a prompt has no {name}")
     dtype = query.dtype
     if not computes_natively(dtype):
@@ -145,46 +148,78 @@ def _continued_attention(
         key = key.float()
         value = value.float()
 
-    batch_size, num_heads, num_tokens, head_size = query.shape
-    num_key_heads = key.shape[1]
-    num_groups = num_heads // num_key_heads
+    num_tokens = query.shape[2]
     num_earlier = key.shape[2] - num_tokens
-    scale = options.get("scaling")
+    outputs = []
+    for start in range(0, num_tokens, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, num_tokens)
+        num_visible = num_earlier + end
+        block_output = _attention_of_last_queries(
+            query[:, :, start:end],
+            key[:, :, :num_visible],
+            value[:, :, :num_visible],
+            options.get("scaling"),
+        )
+        outputs.append(block_output.transpose(1, 2))
+    return torch.cat(outputs, dim=1).to(dtype)
+
+
+def _attention_of_last_queries(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B G S D"],
+    value: Float[Tensor, "B G S D"],
+    scale: float | None,
+) -> Float[Tensor, "B H T D"]:
+    """`_continued_attention` of one block of queries."""
+    num_tokens = query.shape[2]
+    num_key_heads = key.shape[1]
+    num_groups = query.shape[1] // num_key_heads
+    num_earlier = key.shape[2] - num_tokens
 
     recent_output, recent_sums = _flash_attention(
         query,
-        key[:, :, num_earlier:].repeat_interleave(num_groups, dim=1),
-        value[:, :, num_earlier:].repeat_interleave(num_groups, dim=1),
+        key[:, :, num_earlier:],
+        value[:, :, num_earlier:],
         is_causal=True,
         scale=scale,
     )
-    # The query heads that share a key head are laid one after another along the query axis.
+    if num_earlier == 0:
+        return recent_output
+
+    # The query heads that share a key head are laid one after another along the query axis, which
+    # makes the kernel's blocks of queries larger.
     earlier_output, earlier_sums = _flash_attention(
-        query.reshape(batch_size, num_key_heads, num_groups * num_tokens, head_size),
+        query.unflatten(1, (num_key_heads, num_groups)).flatten(2, 3),
         key[:, :, :num_earlier],
         value[:, :, :num_earlier],
         is_causal=False,
         scale=scale,
     )
-    earlier_output = earlier_output.reshape(recent_output.shape)
-    earlier_sums = earlier_sums.reshape(recent_sums.shape)
+
+    # Views, since a copy of all heads would take longer than the sum.
+    recent_by_group = recent_output.unflatten(1, (num_key_heads, num_groups))
+    earlier_by_group = earlier_output.unflatten(2, (num_groups, num_tokens))
+    recent_sums = recent_sums.unflatten(1, (num_key_heads, num_groups))
+    earlier_sums = earlier_sums.unflatten(2, (num_groups, num_tokens))
 
     # The sums are logarithms, so this is the earlier keys' share of both sums.
-    earlier_weight = torch.sigmoid(earlier_sums - recent_sums)[..., None]
-    output = torch.lerp(recent_output.float(), earlier_output.float(), earlier_weight)
-    return output.to(dtype).transpose(1, 2).contiguous()
+    earlier_share = torch.sigmoid(earlier_sums - recent_sums)[..., None]
+    recent_by_group.lerp_(earlier_by_group, earlier_share.to(recent_output.dtype))
+    return recent_output
 
 
 def _flash_attention(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B H S D"],
-    value: Float[Tensor, "B H S D"],
+    key: Float[Tensor, "B G S D"],
+    value: Float[Tensor, "B G S D"],
     *,
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B H T"]]:
-    """The kernel of scaled dot-product attention on a CPU, which also returns the logarithm of the
-    sum of each query's exponentiated scores."""
+    """The kernel of scaled dot-product attention on a CPU, for G key heads that divide H.
+
+    It also returns the logarithm of the sum of each query's exponentiated scores.
+    """
     output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, scale=scale
     )

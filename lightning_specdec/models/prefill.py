@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Places = Int[Tensor, "B N"] | slice | None
 
-LONGEST_PART = {"cpu": 256, "cuda": 4096}
+LONGEST_PART = {"cpu": 512, "cuda": 4096}
 """Most tokens of each row in one part, by the type of device. A GPU needs many tokens to be busy,
 and starting its kernels costs more than a CPU's caches save."""
 NOTHING = slice(0, 0)

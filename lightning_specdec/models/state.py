@@ -411,7 +411,7 @@ class KVStorage:
             key_buffer[row, :, :length] = keys[0, :, :length]
             value_buffer[row, :, :length] = values[0, :, :length]
 
-    def _new_buffer(self, like: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H S D"]:
+    def _new_buffer(self, like: Float[Tensor, "_ H T D"]) -> Float[Tensor, "B H S D"]:
         # Zeros, not empty: a NaN in a masked slot would still poison attention through 0 * NaN.
         _, num_heads, _, size = like.shape
         batch_size = len(self.rows)
