@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,17 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lightning_specdec.models.layers import cache_name
+from lightning_specdec.models.packed import computes_natively
 from lightning_specdec.models.state import KVStorage, Slots
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 NAME = "lightning_specdec"
 """Name of `grouped_attention` in transformers: the value of `config._attn_implementation`."""
+QUERY_BLOCK = 256
+"""Queries that attend to earlier keys and to one another in one call of a kernel. Among themselves,
+the kernel computes all pairs, although half of them are masked."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 """Families with two-sided attention. As decoders, some of them do not count positions from 0."""
@@ -75,8 +82,11 @@ def grouped_attention(
     and only the T rows of the mask are repeated.
 
     Args:
-        attention_mask: `[B, 1, T, S]`, to be added to the scores.
+        attention_mask: `[B, 1, T, S]`, to be added to the scores; or `continued_mask`.
     """
+    if attention_mask is not None and attention_mask.shape[-1] == 0:
+        return _continued_attention(query, key, value, options), None
+
     batch_size, num_heads, num_tokens, head_size = query.shape
     num_key_heads = key.shape[1]
     num_groups = num_heads // num_key_heads
@@ -104,6 +114,116 @@ def grouped_attention(
     )
     output = output.reshape(batch_size, num_heads, num_tokens, -1)
     return output.transpose(1, 2).contiguous(), None
+
+
+def continued_mask(positions: Int[Tensor, "B T"], dtype: torch.dtype) -> Float[Tensor, "B 1 T 0"]:
+    """A mask without columns. To `grouped_attention`, it means that the queries belong to the last
+    of the keys, and that each attends to all keys up to its own.
+
+    No other attention accepts it, so that none can misread it.
+    """
+    return torch.empty(len(positions), 1, positions.shape[1], 0, dtype=dtype).to(positions.device)
+
+
+def _continued_attention(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B G S D"],
+    value: Float[Tensor, "B G S D"],
+    options: dict[str, Any],
+) -> Float[Tensor, "B T H D"]:
+    """Causal attention of the last T of S tokens, on a CPU.
+
+    The kernel of causal attention accepts no earlier keys, and one with a mask computes all scores
+    and reads the mask for each head. So the queries attend to the earlier keys and to one another
+    separately. The two outputs are added with the weights that the sums of their exponentiated
+    scores have, as FlashAttention does for blocks of keys (Dao et al. 2022).
+    """
+    for name in ("position_bias", "softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ValueError(f"attention over a part of a prompt has no {name}")
+    dtype = query.dtype
+    if not computes_natively(dtype):
+        # Converting takes less time than computing in a type that the processor does not have.
+        query = query.float()
+        key = key.float()
+        value = value.float()
+
+    num_tokens = query.shape[2]
+    num_earlier = key.shape[2] - num_tokens
+    outputs = []
+    for start in range(0, num_tokens, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, num_tokens)
+        num_visible = num_earlier + end
+        block_output = _attention_of_last_queries(
+            query[:, :, start:end],
+            key[:, :, :num_visible],
+            value[:, :, :num_visible],
+            options.get("scaling"),
+        )
+        outputs.append(block_output.transpose(1, 2))
+    return torch.cat(outputs, dim=1).to(dtype)
+
+
+def _attention_of_last_queries(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B G S D"],
+    value: Float[Tensor, "B G S D"],
+    scale: float | None,
+) -> Float[Tensor, "B H T D"]:
+    """`_continued_attention` of one block of queries."""
+    num_tokens = query.shape[2]
+    num_key_heads = key.shape[1]
+    num_groups = query.shape[1] // num_key_heads
+    num_earlier = key.shape[2] - num_tokens
+
+    recent_output, recent_sums = _flash_attention(
+        query,
+        key[:, :, num_earlier:],
+        value[:, :, num_earlier:],
+        is_causal=True,
+        scale=scale,
+    )
+    if num_earlier == 0:
+        return recent_output
+
+    # The query heads that share a key head are laid one after another along the query axis, which
+    # makes the kernel's blocks of queries larger.
+    earlier_output, earlier_sums = _flash_attention(
+        query.unflatten(1, (num_key_heads, num_groups)).flatten(2, 3),
+        key[:, :, :num_earlier],
+        value[:, :, :num_earlier],
+        is_causal=False,
+        scale=scale,
+    )
+
+    # Views, since a copy of all heads would take longer than the sum.
+    recent_by_group = recent_output.unflatten(1, (num_key_heads, num_groups))
+    earlier_by_group = earlier_output.unflatten(2, (num_groups, num_tokens))
+    recent_sums = recent_sums.unflatten(1, (num_key_heads, num_groups))
+    earlier_sums = earlier_sums.unflatten(2, (num_groups, num_tokens))
+
+    # The sums are logarithms, so this is the earlier keys' share of both sums.
+    earlier_share = torch.sigmoid(earlier_sums - recent_sums)[..., None]
+    recent_by_group.lerp_(earlier_by_group, earlier_share.to(recent_output.dtype))
+    return recent_output
+
+
+def _flash_attention(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B G S D"],
+    value: Float[Tensor, "B G S D"],
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B H T"]]:
+    """The kernel of scaled dot-product attention on a CPU, for G key heads that divide H.
+
+    It also returns the logarithm of the sum of each query's exponentiated scores.
+    """
+    output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, scale=scale
+    )
+    return output, sums
 
 
 AttentionInterface.register(NAME, grouped_attention)

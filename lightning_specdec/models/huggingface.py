@@ -31,6 +31,13 @@ from lightning_specdec.models.changes import (
 from lightning_specdec.models.graphs import MOST_TOKENS, Outputs
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, to_config, to_values
 from lightning_specdec.models.packed import PackedLinear, pack_linears
+from lightning_specdec.models.prefill import (
+    NOTHING,
+    JoinedOutputs,
+    Part,
+    longest_part,
+    parts_of,
+)
 from lightning_specdec.models.snapshot_state import SnapshotState
 from lightning_specdec.models.state import (
     DecodeState,
@@ -51,6 +58,7 @@ with quiet():
     from lightning_specdec.models.attention import (
         StateCache,
         attention_windows,
+        continued_mask,
         max_positions,
         needs_row_caches,
     )
@@ -123,6 +131,8 @@ class HuggingFaceLM(LanguageModel):
         super().__init__()
         self.model = _as_model(model, vocab_size)
         self._parts: LayerStack | str | None = None
+        self._accepts_continued_mask: bool | None = None
+        """Whether attention accepts `continued_mask`; None if that was not tried."""
         self._pool: StoragePool | None = None
         self._row_reader: RowReader | None = None
         """Reads each row with a separate cache, if the model needs that."""
@@ -197,6 +207,7 @@ class HuggingFaceLM(LanguageModel):
         code = user_code(self.model)
         if code != self._user_code or self.windows != windows:
             self._parts = None
+            self._accepts_continued_mask = None
         if code != self._user_code:
             if code:
                 self._check_user_code(code)
@@ -252,7 +263,8 @@ class HuggingFaceLM(LanguageModel):
                 if isinstance(state, SnapshotState):
                     piece_logits.append(self._read_rows(piece, state, None, None, ()).logits)
                     continue
-                piece_logits.append(self._whole(piece, state, None, ()).logits)
+                cache = _cache(state, piece.shape[1])
+                piece_logits.append(self._whole(piece, cache, None, ()).logits)
                 state.advance(piece.shape[1], None)
         difference = (torch.cat(piece_logits, dim=1) - whole_logits).abs().max()
         return bool(difference <= self._tolerance * whole_logits.abs().max())
@@ -584,17 +596,52 @@ class HuggingFaceLM(LanguageModel):
 
         if has_one_shape and self.records(state, num_tokens):
             output = self._recorded(tokens, state, logits_for, features, exit_states)
-        elif not self.takes_apart:
-            output = self._whole(tokens, state, logits_for, features)
-        elif exit_states is None:
-            entered = self._enter(_cache(state, num_tokens), tokens)
-            output = self._by_parts(entered, 0, logits_for, features)
         else:
-            hidden = self._completed(tokens, state, valid_lengths, exit_states)
-            entered = self._enter(_cache(state, num_tokens), hidden)
-            output = self._by_parts(entered, exit_states.num_layers, logits_for, features)
+            given = tokens
+            first_layer = 0
+            if exit_states is not None:
+                given = self._completed(tokens, state, valid_lengths, exit_states)
+                first_layer = exit_states.num_layers
+            output = self._read_given(
+                given, state, valid_lengths, logits_for, features, first_layer
+            )
         state.advance(num_tokens, valid_lengths)
         return output
+
+    def _read_given(
+        self,
+        given: Tensor,
+        state: KVState,
+        valid_lengths: Lengths | None,
+        logits_for: Places,
+        features: Sequence[int],
+        first_layer: int,
+    ) -> ModelOutput:
+        """Continue a state by tokens `[B, T]`, or by the input `[B, T, D]` of `first_layer`."""
+        batch_size, num_tokens = given.shape[:2]
+        most_tokens = longest_part(self.device)
+        if num_tokens <= most_tokens:
+            cache = _cache(state, num_tokens)
+            if not self.takes_apart:
+                return self._whole(given, cache, logits_for, features)
+            return self._by_parts(self._enter(cache, given), first_layer, logits_for, features)
+
+        lengths = [num_tokens] * batch_size
+        if valid_lengths is not None:
+            lengths = as_list(valid_lengths)
+        joined = JoinedOutputs(batch_size, num_tokens, logits_for, given.device)
+        for part in parts_of(lengths, most_tokens):
+            cache = _part_cache(state, part, state.consumed)
+            scored = joined.scored_in(part)
+            if self.takes_apart:
+                entered = self._enter(cache, part.cut(given), continues=True)
+                output = self._by_parts(entered, first_layer, scored, features)
+            else:
+                output = self._whole(part.cut(given), cache, scored, features)
+            joined.add_logits(part, output.logits)
+            for layer, hidden in output.features.items():
+                joined.add_hidden(layer, part, hidden)
+        return ModelOutput(joined.logits, joined.hidden, logits_for)
 
     def _read_rows(
         self,
@@ -654,8 +701,20 @@ class HuggingFaceLM(LanguageModel):
         num_layers: int,
     ) -> Tensor:
         assert isinstance(state, KVState)
-        hidden, call = self._enter(_cache(state, tokens.shape[1], starts), tokens)
-        return self.stack.run(hidden, call, 0, num_layers)
+        batch_size, num_tokens = tokens.shape
+        most_tokens = longest_part(self.device)
+        if num_tokens <= most_tokens:
+            hidden, call = self._enter(_cache(state, num_tokens, starts), tokens)
+            return self.stack.run(hidden, call, 0, num_layers)
+
+        last_layer = num_layers - 1
+        joined = JoinedOutputs(batch_size, num_tokens, NOTHING, tokens.device)
+        for part in parts_of([num_tokens] * batch_size, most_tokens):
+            cache = _part_cache(state, part, starts)
+            hidden, call = self._enter(cache, part.cut(tokens), continues=True)
+            hidden = self.stack.run(hidden, call, 0, num_layers)
+            joined.add_hidden(last_layer, part, hidden)
+        return joined.hidden[last_layer]
 
     def begin(self, tokens: Int[Tensor, "B T"]) -> Entered:
         """The first layer's input for whole sequences, and the keyword arguments of all layers."""
@@ -677,23 +736,85 @@ class HuggingFaceLM(LanguageModel):
         (window,) = self.windows.values()
         return window
 
-    def _enter(self, cache: StateCache, given: Tensor) -> Entered:
-        """A layer's input, from tokens or hidden states, and the arguments of all layers."""
-        positions, mask = self._placed(cache, self._window)
+    def _enter(self, cache: StateCache, given: Tensor, *, continues: bool = False) -> Entered:
+        """A layer's input, from tokens or hidden states, and the arguments of all layers.
+
+        Args:
+            continues: whether this is a part of a long call. Its attention needs no mask if its
+                rows have the same length.
+        """
+        positions = self._positions(cache)
         hidden = given if given.is_floating_point() else self.stack.embed(given, positions)
+        mask = self._layers_mask(cache, continues=continues)
         return hidden, self.stack.begin(hidden, positions, mask, cache)
 
-    def _placed(
-        self,
-        cache: StateCache,
-        window: int | None,
-    ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B 1 T S"]]:
-        """Positions and mask of a call."""
+    def _layers_mask(self, cache: StateCache, *, continues: bool) -> Tensor | None:
+        """The mask of layers that are called one by one; None if causal attention needs none."""
+        slots = cache.slots
+        is_eager = self.model.config._attn_implementation == "eager"
+        exceeds_window = self._window is not None and slots.span > self._window
+        if slots.first is None or is_eager or exceeds_window:
+            return self._mask(cache, self._window)
+
+        # All rows have the same length, and every query attends to all tokens before it.
+        if slots.first == 0:
+            return None
+        if continues and self._continues_without_mask:
+            return continued_mask(slots.positions, self.dtype)
+        return self._mask(cache, self._window)
+
+    @property
+    def _continues_without_mask(self) -> bool:
+        """Whether attention over earlier tokens is the same with `continued_mask`. Tried at the
+        first use."""
+        if self._accepts_continued_mask is None:
+            is_replaced = self.model.config._attn_implementation == attention.NAME
+            self._accepts_continued_mask = (
+                is_replaced and self.device.type == "cpu" and self._same_with_continued_mask()
+            )
+        return self._accepts_continued_mask
+
+    @torch.no_grad()
+    def _same_with_continued_mask(self) -> bool:
+        """Whether the layers return the same for two tokens after two others under
+        `continued_mask` as under the whole mask."""
+        tokens = torch.tensor([[3, 1, 2, 0]], device=self.device) % self.vocab_size
+        outputs = []
+        for is_whole in (True, False):
+            state = KVState(1, tokens.shape[1], device=self.device)
+            with _in_eval_mode(self.model):
+                hidden, call = self._enter(_cache(state, 2), tokens[:, :2])
+                self.stack.run(hidden, call, 0, self.stack.num_layers)
+                state.advance(2)
+
+                cache = _cache(state, 2)
+                positions = self._positions(cache)
+                mask = continued_mask(positions, self.dtype)
+                if is_whole:
+                    mask = self._mask(cache, self._window)
+                hidden = self.stack.embed(tokens[:, 2:], positions)
+                call = self.stack.begin(hidden, positions, mask, cache)
+                try:
+                    hidden = self.stack.run(hidden, call, 0, self.stack.num_layers)
+                except FOREIGN:
+                    return False
+                outputs.append(hidden)
+
+        expected, actual = outputs
+        difference = (actual - expected).abs().max()
+        return bool(difference <= self._tolerance * expected.abs().max())
+
+    def _positions(self, cache: StateCache) -> Int[Tensor, "B T"]:
+        """Positions of a call's tokens."""
         positions = cache.slots.positions
         if self.max_positions is not None:
             # Padding may lie beyond the context, where a table of positions has no entry.
             positions = positions.clamp(max=self.max_positions - 1)
-        return positions, additive(cache.storage.mask(cache.slots, window), self.dtype)
+        return positions
+
+    def _mask(self, cache: StateCache, window: int | None) -> Float[Tensor, "B 1 T S"]:
+        """The whole mask of a call."""
+        return additive(cache.storage.mask(cache.slots, window), self.dtype)
 
     def _by_parts(
         self,
@@ -716,17 +837,23 @@ class HuggingFaceLM(LanguageModel):
         if last_layer in features:
             hidden = stack.norm(hidden)
             layer_outputs[last_layer] = hidden
-            logits = stack.head(select(hidden, logits_for))
+            normed = select(hidden, logits_for)
         else:
             # Only the scored positions need the norm.
             last_hidden = layer_outputs.pop(last_layer)
-            logits = stack.head(stack.norm(select(last_hidden, logits_for)))
+            normed = stack.norm(select(last_hidden, logits_for))
+
+        if normed.shape[1] == 0:
+            # Most parts of a prompt are not scored, and some kernels accept no empty input.
+            logits = normed.new_empty(len(normed), 0, self.vocab_size)
+        else:
+            logits = stack.head(normed)
         return ModelOutput(logits, layer_outputs, logits_for)
 
     def _whole(
         self,
         tokens: Int[Tensor, "B T"],
-        state: KVState | None,
+        cache: StateCache | None,
         logits_for: Places,
         features: Sequence[int],
     ) -> ModelOutput:
@@ -737,14 +864,14 @@ class HuggingFaceLM(LanguageModel):
             options["output_hidden_states"] = True
         if accepts(type(self.model).forward, "return_dict"):
             options["return_dict"] = True
-        if state is not None:
-            options.update(self._state_options(state, tokens.shape[1]))
+        if cache is not None:
+            options.update(self._cache_options(cache))
 
         def scored(hidden: Tensor) -> Tensor:
             return select(hidden, logits_for)
 
         with scoring_only(self.model, scored) as head_inputs:
-            if self._user_code and state is not None:
+            if self._user_code and cache is not None:
                 # The user's own model runs, which may be in training mode.
                 with _in_eval_mode(self.model):
                     output = self.model(input_ids=tokens, **options)
@@ -763,13 +890,12 @@ class HuggingFaceLM(LanguageModel):
                 layer_outputs[layer] = output.hidden_states[layer + 1]
         return ModelOutput(logits, layer_outputs, logits_for)
 
-    def _state_options(self, state: KVState, num_tokens: int) -> dict[str, Any]:
+    def _cache_options(self, cache: StateCache) -> dict[str, Any]:
         """Arguments of the model's own forward pass that continue a state."""
-        cache = _cache(state, num_tokens)
         masks: dict[str, Tensor] = {}
         for kind, window in self.windows.items():
-            positions, masks[kind] = self._placed(cache, window)
-        options: dict[str, Any] = {"position_ids": positions, "use_cache": True}
+            masks[kind] = self._mask(cache, window)
+        options: dict[str, Any] = {"position_ids": self._positions(cache), "use_cache": True}
 
         # A model with several kinds of layers takes a mask for each kind.
         options["attention_mask"] = masks if len(masks) > 1 else masks[kind]
@@ -908,6 +1034,14 @@ def check_generation(model: PreTrainedModel) -> None:
 
 def _cache(state: KVState, num_tokens: int, starts: Sequence[int] | None = None) -> StateCache:
     return StateCache(state.storage, state.slots(num_tokens, starts))
+
+
+def _part_cache(state: KVState, part: Part, call_starts: Sequence[int]) -> StateCache:
+    """The cache of a part of a call whose rows begin at these positions."""
+    starts = []
+    for row, start in zip(part.rows, part.starts, strict=True):
+        starts.append(call_starts[row] + start)
+    return StateCache(state.storage, state.slots(part.num_tokens, starts, part.row))
 
 
 def _recorded_cache(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +19,9 @@ from lightning_specdec.models.changes import has_user_code
 NUM_TOKENS = 8
 """Number of tokens of a call that weights are packed for, about that of a round. The layout works
 for any number."""
+MIN_WIDE_ROWS = 128
+"""From this number of tokens on, converting a weight to float32 costs less than computing in a type
+that the processor does not have."""
 MAX_INT8_ROWS = 4
 """Up to this number of tokens, the int8 kernel is faster than converting the weight to floats."""
 SMALL_MODEL = 1_000_000
@@ -44,6 +49,23 @@ def limit_threads(num_parameters: int) -> None:
         torch.set_num_threads(1)
 
 
+@cache
+def computes_natively(dtype: torch.dtype) -> bool:
+    """Whether this processor has instructions for products of a type.
+
+    oneDNN computes the others with conversions in its inner loops, several times slower than
+    float32.
+    """
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    if dtype != torch.bfloat16:
+        return True
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    # On these processors, oneDNN supports bfloat16 without instructions for it as well.
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 class PackedLinear(nn.Module):
     """A linear layer over a weight that was laid out once for oneDNN's kernels.
 
@@ -67,7 +89,16 @@ class PackedLinear(nn.Module):
         # Inside torch.autocast, other layers return another type than the kernel accepts.
         if inputs.dtype != self.dtype:
             inputs = inputs.to(self.dtype)
+        num_rows = inputs.numel() // self.in_features
+        if num_rows >= MIN_WIDE_ROWS and not computes_natively(self.dtype):
+            return self._in_float32(inputs)
         return _LINEAR(inputs, self.weight_packed, self.bias_plain, *_NO_ACTIVATION)
+
+    def _in_float32(self, inputs: Tensor) -> Tensor:
+        """The same product, whose sums are in float32 either way."""
+        bias = None if self.bias_plain is None else self.bias_plain.float()
+        output = nn.functional.linear(inputs.float(), self.weight.float(), bias)
+        return output.to(self.dtype)
 
     @property
     def weight(self) -> Tensor:

@@ -314,11 +314,18 @@ class Slots:
         positions: positions of the tokens in their texts: a row's length and on.
         first: the slot of every row's first token; None if rows differ.
         span: how many slots, from the first on, the call's queries attend over.
+        row: the only row that the call reads; None for all rows.
     """
 
     positions: Int[Tensor, "B T"]
     first: int | None
     span: int
+    row: int | None = None
+
+    @property
+    def rows(self) -> slice:
+        """The rows that the call reads."""
+        return slice(None) if self.row is None else slice(self.row, self.row + 1)
 
 
 class KVStorage:
@@ -366,20 +373,22 @@ class KVStorage:
         if layer not in self.layers:
             self.layers[layer] = (self._new_buffer(keys), self._new_buffer(values))
         key_buffer, value_buffer = self.layers[layer]
+        rows = slots.rows
 
         if slots.first is not None:
             end = slots.first + keys.shape[2]
-            key_buffer[:, :, slots.first : end] = keys
-            value_buffer[:, :, slots.first : end] = values
+            key_buffer[rows, :, slots.first : end] = keys
+            value_buffer[rows, :, slots.first : end] = values
         else:
             # Positions beyond the last slot are padding, and the last slot is free for it.
             positions = slots.positions.clamp(max=self.num_slots - 1)
             # Indices around a slice put rows and positions first: `[B, T, H, D]`.
-            key_buffer[self.rows, :, positions] = keys.transpose(1, 2)
-            value_buffer[self.rows, :, positions] = values.transpose(1, 2)
+            row_numbers = self.rows[rows]
+            key_buffer[row_numbers, :, positions] = keys.transpose(1, 2)
+            value_buffer[row_numbers, :, positions] = values.transpose(1, 2)
 
-        attended_keys = key_buffer[:, :, : slots.span]
-        attended_values = value_buffer[:, :, : slots.span]
+        attended_keys = key_buffer[rows, :, : slots.span]
+        attended_values = value_buffer[rows, :, : slots.span]
         return attended_keys, attended_values
 
     def save_row(self, row: int, length: int) -> dict[Hashable, Tensor]:
@@ -402,7 +411,7 @@ class KVStorage:
             key_buffer[row, :, :length] = keys[0, :, :length]
             value_buffer[row, :, :length] = values[0, :, :length]
 
-    def _new_buffer(self, like: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H S D"]:
+    def _new_buffer(self, like: Float[Tensor, "_ H T D"]) -> Float[Tensor, "B H S D"]:
         # Zeros, not empty: a NaN in a masked slot would still poison attention through 0 * NaN.
         _, num_heads, _, size = like.shape
         batch_size = len(self.rows)
@@ -510,8 +519,17 @@ class KVState(DecodeState):
     def graphs(self) -> GraphCache | None:
         return self.storage.graphs
 
-    def slots(self, num_tokens: int, starts: Sequence[int] | None = None) -> Slots:
-        """The slots of the next `num_tokens` tokens of every row, or of those from `starts` on."""
+    def slots(
+        self,
+        num_tokens: int,
+        starts: Sequence[int] | None = None,
+        row: int | None = None,
+    ) -> Slots:
+        """The slots of the next `num_tokens` tokens of every row, or of those from `starts` on.
+
+        Args:
+            row: the only row that is read, with the only one of `starts`; None for all rows.
+        """
         host_starts = self.consumed if starts is None else starts
         first = min(host_starts)
         last = max(host_starts)
@@ -520,7 +538,7 @@ class KVState(DecodeState):
 
         if first == last and end <= self.num_slots:
             positions = torch.arange(first, end, device=self.device)
-            return Slots(positions.expand(len(host_starts), -1), first, span)
+            return Slots(positions.expand(len(host_starts), -1), first, span, row)
 
         # Rows differ, so each has separate positions.
         if starts is None:
@@ -529,7 +547,7 @@ class KVState(DecodeState):
             device_starts = torch.tensor(starts, device=self.device)
         offsets = torch.arange(num_tokens, device=self.device)
         positions = device_starts[:, None] + offsets
-        return Slots(positions, None, span)
+        return Slots(positions, None, span, row)
 
     def recorded_span(self, num_tokens: int) -> int:
         """Number of slots that a recorded call attends over after it reads `num_tokens`."""
