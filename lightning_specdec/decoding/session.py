@@ -226,6 +226,7 @@ class Session:
             wants_logits=self.rule.needs_draft_logits,
             vocab_size=self.target.vocab_size,
             calls=self._executor,
+            may_use_other_texts=self._shares_windows,
         )
         draft = proposed(self.drafter, self._batch.draft_state, request, windows, sampling)
         self.num_draft_calls += draft.num_calls
