@@ -227,6 +227,7 @@ class Session:
             vocab_size=self.target.vocab_size,
             calls=self._executor,
             may_use_other_texts=self._shares_windows,
+            fallback_windows=self._plan.fallback_windows(self._batch.rows),
         )
         draft = proposed(self.drafter, self._batch.draft_state, request, windows, sampling)
         self.num_draft_calls += draft.num_calls

@@ -106,6 +106,8 @@ class DraftRequest:
         calls: runs the drafter's calls, and records them if the session does.
         may_use_other_texts: whether the draft may depend on the texts of other requests. Under
             some rules the output depends on the draft, and a row must not depend on other rows.
+        fallback_windows: for a drafter with a fallback, how many draft tokens it requests of the
+            fallback for each row without a match; None for as many as of the lookup.
     """
 
     texts: Sequence[Sequence[int]]
@@ -116,6 +118,7 @@ class DraftRequest:
     committed: Sequence[int] | None = None
     calls: DraftCalls = DraftCalls()  # noqa: RUF009
     may_use_other_texts: bool = False
+    fallback_windows: Sequence[int] | None = None
 
 
 def last_two_tokens_of(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:

@@ -176,21 +176,24 @@ class NGramWithFallback(Drafter):
         sampling: Sampling,
     ) -> Draft:
         matches = self.lookup.look_up(state.lookup, request, windows)
-        if not any(matches):
-            return proposed(self.fallback, state.fallback, request, windows, sampling)
+        matched_rows = [row for row, tokens in enumerate(matches) if tokens]
+        copied = [bool(tokens) for tokens in matches]
 
         # The fallback drafts for the rows without a match.
-        lookup_draft = certain(matches, request.last_two_tokens.device)
-        matched_rows = [row for row, tokens in enumerate(matches) if tokens]
         fallback_windows = list(windows)
+        if request.fallback_windows is not None:
+            fallback_windows = list(map(min, windows, request.fallback_windows))
         for row in matched_rows:
             fallback_windows[row] = 0
+        lookup_draft = certain(matches, request.last_two_tokens.device)
         if not any(fallback_windows):
-            return lookup_draft
+            return replace(lookup_draft, copied=copied)
 
         fallback_draft = proposed(
             self.fallback, state.fallback, request, fallback_windows, sampling
         )
+        if not matched_rows:
+            return replace(fallback_draft, copied=copied)
         for row in matched_rows:
             # The target reads the lookup's tokens there, not what the fallback may have drafted.
             state.fallback.truncate_row(row, len(request.texts[row]))
@@ -198,7 +201,7 @@ class NGramWithFallback(Drafter):
         exit_states = fallback_draft.exit_states
         if exit_states is not None:
             exit_states = _without_drafts(exit_states, matched_rows, state.context, request)
-        return _joined(lookup_draft, fallback_draft, exit_states)
+        return replace(_joined(lookup_draft, fallback_draft, exit_states), copied=copied)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         self.fallback.observe(state.fallback, output, num_accepted)
