@@ -32,6 +32,8 @@ from lightning_specdec.drafters import (
     NGramDrafter,
     NGramWithFallback,
     StagedDrafter,
+    SuffixCorpusDrafter,
+    SuffixCorpusWithFallback,
 )
 from lightning_specdec.models import RNN, DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -246,6 +248,9 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "repeater": lambda target: Repeater(),
     "ngram": lambda target: NGramDrafter(),
     "ngram_2_4": lambda target: NGramDrafter(max_ngram=4, min_ngram=2),
+    "suffix_corpus": lambda target: SuffixCorpusDrafter().with_texts(
+        [range(target.vocab_size)] * 2
+    ),
     "cross": lambda target: cross(related(target)),
     "cross_hotter": lambda target: cross(related(target), sampling=Sampling(1.5, top_k=3)),
     "wrong": lambda target: AlwaysWrong(target),
@@ -276,6 +281,9 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
         ]
     ),
     "lookup_first": lambda target: NGramWithFallback(LONG_MATCHES, ModelDrafter(related(target))),
+    "lookup_suffix": lambda target: SuffixCorpusWithFallback(
+        SuffixCorpusDrafter(), ModelDrafter(related(target))
+    ),
     "lookup_heads": lambda target: NGramWithFallback(LONG_MATCHES, heads(target)),
     "lookup_exit": lambda target: NGramWithFallback(LONG_MATCHES, EarlyExitDrafter(1)),
     "lookup_eagle": lambda target: NGramWithFallback(

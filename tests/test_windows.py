@@ -210,7 +210,7 @@ def test_what_lies_after_the_first_rejection_teaches_nothing() -> None:
     for num_made in (3, 4, 8):
         controller = Controller(make_costs())
         controller.learn([Outcome(SOME_ROW, 8, num_made, 2)])
-        learned.append(controller.positions)
+        learned.append(controller.draft.positions)
     assert learned[0] == learned[1] == learned[2]
     assert [position.trials for position in learned[0]] == [3, 1, 1, *[0] * 13]
     assert MEMORY > 3

@@ -162,7 +162,9 @@ class Case:
         if self.method == STANDARD:
             return autoregressive_decode(self.target, texts, config, indices=indices)
         assert isinstance(self.drafter, Drafter)
-        return speculative_decode(self.target, self.drafter, texts, config, indices=indices)
+        # The answers of other runs must not help it.
+        drafter = self.drafter.fresh()
+        return speculative_decode(self.target, drafter, texts, config, indices=indices)
 
     def run(self, repeat: int) -> tuple[Record, DecodeResult]:
         """Decode once, with the seed of that repeat."""
@@ -203,7 +205,9 @@ class Case:
         if self.method == STANDARD:
             return Stream(open_standard(self.target, texts, config, indices=indices))
         assert isinstance(self.drafter, Drafter)
-        return Stream(open_session(self.target, self.drafter, texts, config, indices=indices))
+        # The answers of other runs must not help it.
+        drafter = self.drafter.fresh()
+        return Stream(open_session(self.target, drafter, texts, config, indices=indices))
 
     def row(self, repeat: int, **figures: Any) -> Record:
         """A row with the settings of the case and these figures."""

@@ -47,6 +47,7 @@ from lightning_specdec.drafters import (
     NGramDrafter,
     NGramWithFallback,
     StagedDrafter,
+    SuffixCorpusDrafter,
     TargetContext,
     last_two_tokens_of,
 )
@@ -74,6 +75,8 @@ _NO_ENGINE: dict[type[Drafter], str] = {
     "which would have to share their state",
     NGramDrafter: "lookup has no weights, and engines have their own (vLLM's method ngram, "
     "transformers' prompt_lookup_num_tokens)",
+    SuffixCorpusDrafter: "the suffix corpus has no weights, and engines have their own (vLLM's "
+    "method suffix)",
 }
 """Why no engine can run these drafts."""
 _TOLERANCE = 1e-3

@@ -63,8 +63,8 @@ def load_pair(
 
     A draft model with the target's vocabulary drafts directly, another one through
     `CrossVocabulary`. Without a draft, tokens are copied from the text itself (`NGramDrafter`), or,
-    with `draft_quantization`, a quantized copy of the target drafts. `NGramWithFallback` tries
-    lookup before the draft, whichever it is.
+    with `draft_quantization`, a quantized copy of the target drafts. `NGramWithFallback` and
+    `SuffixCorpusWithFallback` try a lookup before the draft, whichever it is.
 
     Args:
         source: names of the models; `target` and `draft` may also be loaded modules, and `draft` a
@@ -171,7 +171,8 @@ def _load_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
         stored_drafter,
         is_named=source.draft is not None,
     )
-    if type(loaded.drafter) not in (NGramWithFallback, type(stored_drafter)):
+    adds_lookup = isinstance(loaded.drafter, NGramWithFallback)
+    if not adds_lookup and type(loaded.drafter) is not type(stored_drafter):
         # The recommendation is for the stored drafter.
         loaded.num_draft_tokens = None
     # Replaces the cached property, which would load the target again.

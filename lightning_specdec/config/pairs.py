@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 OWN = Path("configs/pairs")
 """Directory of the user's pairs, relative to the current directory."""
+LOOKUP_FIRST = ("NGramWithFallback", "SuffixCorpusWithFallback")
+"""Drafters that try a lookup before another draft."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}"
 
 
@@ -154,8 +156,8 @@ class Pair(Settings):
         """Fill in the unset fields of a source that names this pair.
 
         A source with its own draft, or with another drafter class than the pair's, does not get
-        the pair's draft model. `NGramWithFallback` is the exception: it runs prompt lookup before
-        that model.
+        the pair's draft model. `NGramWithFallback` and `SuffixCorpusWithFallback` are the
+        exceptions: they try a lookup before that model.
         """
         self._announce_hub_models()
         own_drafter = self.own_drafter
@@ -163,7 +165,7 @@ class Pair(Settings):
         is_pairs_drafter = drafter is None or (
             own_drafter is not None and drafter.name == own_drafter.name
         )
-        is_lookup_first = drafter is not None and drafter.name == "NGramWithFallback"
+        is_lookup_first = drafter is not None and drafter.name in LOOKUP_FIRST
 
         defaults = self._target_defaults()
         if source.draft is None and (is_pairs_drafter or is_lookup_first):

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -24,7 +25,14 @@ from lightning_specdec.decoding.requests import Request
 from lightning_specdec.decoding.session import Session
 from lightning_specdec.decoding.timing import PHASES
 from lightning_specdec.decoding.windows import Calibration, Plan, Window
-from lightning_specdec.drafters import Draft, Drafter, NGramWithFallback
+from lightning_specdec.drafters import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    LookupDrafter,
+    NGramWithFallback,
+    last_two_tokens_of,
+)
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import make_rule
 
@@ -35,12 +43,15 @@ inform_once = functools.cache(log.info)
 WINDOWS = (1, 2, 4, 8, 16)
 """Draft tokens of the rounds that are measured; between them, costs are nearly linear."""
 
-FORMAT = 4
+FORMAT = 5
 """Version of the stored files: a change of what is measured raises it."""
 
 FEWEST_PASSES = 4
 MOST_PASSES = 12
 """Limits of the number of counted passes through all windows; within them the time decides."""
+
+LOOKUP_ROUNDS = 20
+"""Rounds in which a lookup is measured."""
 
 PERIOD = 24
 """Tokens after which the measured text repeats itself, so that a lookup finds something."""
@@ -108,15 +119,15 @@ def calibrate(
     """Measure the costs of this pair with its decoding settings: medians over several passes.
 
     Args:
-        drafter: as it will draft: fused or compiled. Of a drafter with a fallback, the fallback is
-            measured: it costs more.
+        drafter: as it will draft: fused or compiled. Of a drafter with a fallback, lookup and
+            fallback are measured separately.
         config: how to decode; `changes` replace fields of it.
         context_length: tokens of text before the first call; fewer if a model's context is
             shorter.
         windows: draft tokens of the rounds; no more are measured than the drafter makes.
         seconds: how long to measure, if `FEWEST_PASSES` fit.
     """
-    measured_drafter = _drafter_to_measure(drafter)
+    measured_drafter = _drafter_to_measure(drafter).fresh()
 
     # The first rounds of a window are not counted: a call of another width than before costs more,
     # and recorded rounds are pipelined from the third on.
@@ -167,7 +178,26 @@ def calibrate(
                 session.release(row)
 
     counted_passes = passes[1:]
-    return _costs(counted_passes, windows, length, inside_target=measured_drafter.inside_target)
+    costs = _costs(counted_passes, windows, length, inside_target=measured_drafter.inside_target)
+    if isinstance(drafter, NGramWithFallback):
+        return costs.changed(lookup_seconds=_lookup_seconds(drafter.lookup, text, batch_size))
+    return costs
+
+
+def _lookup_seconds(lookup: LookupDrafter, text: Sequence[int], batch_size: int) -> float:
+    """Seconds of a lookup for all rows, after a text that grows by one token a round."""
+    fresh_lookup = lookup.fresh()
+    state = fresh_lookup.init_state(batch_size, len(text) + LOOKUP_ROUNDS)
+    tail = last_two_tokens_of([text] * batch_size, torch.device("cpu"))
+    windows = [max(WINDOWS)] * batch_size
+    rounds = []
+    for num_new in range(LOOKUP_ROUNDS):
+        texts = [[*text, *text[:num_new]] for _ in range(batch_size)]
+        start = time.perf_counter()
+        fresh_lookup.look_up(state, DraftRequest(texts, tail, None), windows)
+        rounds.append(time.perf_counter() - start)
+    # The first round indexes the whole text.
+    return median(rounds[1:])
 
 
 def _drafter_to_measure(drafter: Drafter) -> Drafter:

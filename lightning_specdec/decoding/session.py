@@ -226,6 +226,8 @@ class Session:
             wants_logits=self.rule.needs_draft_logits,
             vocab_size=self.target.vocab_size,
             calls=self._executor,
+            may_use_other_texts=self._shares_windows,
+            fallback_windows=self._plan.fallback_windows(self._batch.rows),
         )
         draft = draft_around(
             self._forced_tokens(windows),

@@ -179,7 +179,8 @@ class Verification:
         accepted_counts = []
         num_draft_tokens = draft.tokens.shape[1]
         has_lengths = draft.lengths is not None
-        for row, window, row_values in zip(rows, windows, values, strict=True):
+        copied = draft.copied or [False] * len(rows)
+        for row, window, row_values, is_copied in zip(rows, windows, values, copied, strict=True):
             if not row.live:
                 accepted_counts.append(0)
                 continue
@@ -199,11 +200,11 @@ class Verification:
             events.append((row, added))
             if len(added) > verdict.num_accepted:
                 num_made = len(verdict.drafted)
-                outcomes.append(Outcome(row, window, num_made, verdict.num_accepted))
+                outcomes.append(Outcome(row, window, num_made, verdict.num_accepted, is_copied))
             else:
                 # Nothing is learned from tokens after a stop: the next turn uses their random
                 # numbers.
-                outcomes.append(Outcome(row, len(added), len(added), len(added)))
+                outcomes.append(Outcome(row, len(added), len(added), len(added), is_copied))
         return events, outcomes, accepted_counts
 
     def _unpack(

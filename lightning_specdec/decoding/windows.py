@@ -25,11 +25,22 @@ PRIOR_WEIGHT = 2.0
 NEIGHBOR_WEIGHT = 6.0
 """Number of tests that the rate of the previous position is worth to a position."""
 
-MEMORY = 10.0
+MEMORY = 30.0
 """Number of tests of a position that are remembered; older ones fade."""
 
-TRIAL_SHARE = 0.004
-"""Share of the time that trials take if drafting does not pay."""
+BUDGET = 0.9
+"""Loss that drafting may add up to before it stops, in rounds of standard decoding. It is 1.4% of
+64 tokens."""
+
+BUDGET_PER_TOKEN = 0.005
+"""What each token adds to a budget that was used, in rounds of standard decoding."""
+
+ENOUGH_TESTS = 4
+"""Tests of a draft's first token after which its acceptance rate is believed."""
+
+MOST_CREDIT = 6.0
+"""Gain of earlier rounds that a draft may lose again before it stops, in the same unit. With less,
+the draft would stop whenever it is unlucky."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ class Calibration(Settings):
         draft_seconds: fixed seconds of a draft, in addition to those of its tokens.
         draft_step_seconds: seconds of each draft token.
         target_token_seconds: seconds of each prompt token that the target reads.
+        lookup_seconds: of a drafter with a fallback, seconds of the lookup before it. The draft's
+            seconds are then those of the fallback. None for other drafters.
 
     Raises:
         ValueError: the widths do not ascend from 1, or a width lacks its seconds.
@@ -54,6 +67,7 @@ class Calibration(Settings):
     draft_seconds: float = setting(minimum=0)
     draft_step_seconds: float = setting(minimum=0)
     target_token_seconds: float = setting(minimum=0)
+    lookup_seconds: float | None = setting(None, minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,12 +105,17 @@ def window_of(row: Request, largest: int) -> int:
 
 @dataclass
 class Outcome:
-    """A live row's round: how many draft tokens were requested, made, and accepted."""
+    """A live row's round: how many draft tokens were requested, made, and accepted.
+
+    Args:
+        is_copied: whether the lookup of a drafter with a fallback made them.
+    """
 
     row: Request
     window: int
     num_made: int
     num_accepted: int
+    is_copied: bool = False
 
 
 class Plan(ABC):
@@ -112,6 +131,12 @@ class Plan(ABC):
     @abstractmethod
     def windows(self, rows: Sequence[Request]) -> list[int]:
         """The number of draft tokens that each row requests next; 0 for rows that are not live."""
+
+    def fallback_windows(self, rows: Sequence[Request]) -> list[int] | None:
+        """Of a drafter with a fallback, the number of draft tokens that it requests of the
+        fallback where the lookup finds nothing; None for as many as of the lookup.
+        """
+        return None
 
     def adjust(self, draft: Draft, windows: Sequence[int]) -> Draft:
         """Change a draft before the target reads it. Only calibration does."""
@@ -224,110 +249,270 @@ class Rate:
         self.trials = self.trials * fading + 1
 
 
+class Stage:
+    """What was learned of one drafter: how often it drafts, and which positions are accepted.
+
+    Args:
+        num_positions: draft tokens of its largest window.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        # The prior fades like real tests: it would keep a useless draft alive otherwise.
+        self.positions = [Rate() for _ in range(max(1, num_positions))]
+        self.positions[0] = Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT)
+        self.offers = Rate(1.0, 1.0)
+        """How often it made a token: a lookup may find nothing."""
+        self.num_tests = 0
+        """How many drafts were tested."""
+
+    @property
+    def offer_rate(self) -> float:
+        """Share of the requests for which it made a draft."""
+        return self.offers.hits / self.offers.trials
+
+    def rates(self) -> list[float]:
+        """The probability that each position is accepted if those before it are."""
+        rates: list[float] = []
+        for i, position in enumerate(self.positions):
+            if i == 0:
+                rates.append(position.hits / position.trials)
+                continue
+            # A position with few tests is estimated from the one before it.
+            hits = position.hits + NEIGHBOR_WEIGHT * rates[-1]
+            rates.append(hits / (position.trials + NEIGHBOR_WEIGHT))
+        return rates
+
+    def learn(self, num_made: int, num_accepted: int) -> None:
+        """Learn from a draft: the accepted tokens were tested, and the rejected one after them."""
+        num_tested = min(num_made, num_accepted + 1)
+        if num_tested:
+            self.num_tests += 1
+        for i in range(num_tested):
+            self.positions[i].count(i < num_accepted)
+
+
+@dataclass
+class Estimate:
+    """What one drafter is expected to do.
+
+    Args:
+        rates: the probability that each position is accepted if those before it are.
+        offer_rate: the probability that there is a draft.
+    """
+
+    rates: Sequence[float]
+    offer_rate: float
+
+    def __post_init__(self) -> None:
+        all_accepted_probability = 1.0
+        expected_accepted = 0.0
+        self.accepted = [0.0]
+        """Expected accepted tokens of a draft, for each window."""
+        for rate in self.rates:
+            all_accepted_probability *= rate
+            expected_accepted += all_accepted_probability
+            self.accepted.append(expected_accepted)
+
+
+NO_LOOKUP = Estimate((), 0.0)
+
+
 class Controller:
     """The windows of one row, or of rows that share an estimate.
 
-    It takes the best window by acceptance rates for each position and measured costs (Leviathan et
-    al. 2023, equation 1). If none beats standard decoding, it tries one draft token from time to
-    time: so rarely that trials take `TRIAL_SHARE` of the time.
+    It takes the windows with the most expected tokens per second, by acceptance rates for each
+    position and measured costs (Leviathan et al. 2023, equation 1). A drafter with a fallback has
+    two windows: one for rows in which its lookup finds something, and one for the others, which
+    cost a draft of the fallback.
+
+    What drafts lose against standard decoding is limited by a balance: a round is drafted only if
+    the balance stays above `-BUDGET` even if all its tokens are rejected. Gains raise the balance.
+    While drafts do not seem to pay, what the balance allows is used to try one draft token.
 
     Args:
         costs: measured costs.
         measured_only: whether to choose only windows that were measured.
 
     Attributes:
-        window: of the next round.
+        window: of the next round; of a drafter with a fallback, the larger one of the two.
+        draft_window: of the next round where the lookup of a drafter with a fallback finds
+            nothing; the same as `window` for others.
     """
 
     def __init__(self, costs: Calibration, *, measured_only: bool = False) -> None:
         self.costs = costs
-        largest = costs.widths[-1] - 1
-        self.choices: Sequence[int] = range(largest + 1)
+        self.largest = costs.widths[-1] - 1
+        self.choices: Sequence[int] = range(self.largest + 1)
         if measured_only:
             self.choices = [width - 1 for width in costs.widths]
-        self.round_seconds = [costs.round_seconds(window) for window in range(largest + 1)]
+        self.round_seconds = [costs.round_seconds(window) for window in range(self.largest + 1)]
+        self.num_rows = 1
 
-        # The prior fades like real tests: it would keep a useless draft alive otherwise.
-        self.positions = [Rate() for _ in range(max(1, largest))]
-        self.positions[0] = Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT)
-        self.offers = Rate(1.0, 1.0)
-        """How often the drafter made a token: a lookup may find nothing."""
+        self.draft = Stage(self.largest)
+        self.lookup: Stage | None = None
+        if costs.lookup_seconds is not None:
+            self.lookup = Stage(self.largest)
+            # A lookup finds something in some rounds only.
+            self.lookup.offers = Rate(0.5, 2.0)
 
-        # A trial is a round with one draft token. It costs more than a round of standard decoding.
-        self.rounds_since_rejection = 0
-        standard_seconds = self.round_seconds[0]
-        draft_seconds = costs.draft_seconds + costs.draft_step_seconds
-        trial_seconds = draft_seconds + self.round_seconds[1] - standard_seconds
-        self.rounds_before_trial = trial_seconds / (TRIAL_SHARE * standard_seconds)
+        self.balance = 0.0
+        """Gain over standard decoding, in its rounds; negative for a loss."""
+        certain = Estimate([1.0] * self.largest, 1.0)
+        self.draft_is_hopeless = self.best(certain.rates) == 0
+        self.lookup_window = 0
+        self.draft_window = 0
+        self.window = 0
+        self._choose()
 
-        best_if_all_accepted = self.best([1.0] * largest)
-        self.hopeless = best_if_all_accepted == 0
-        self.window = self.choose_window()
+    def draft_seconds(self, window: int) -> float:
+        """Seconds of a draft."""
+        if window == 0:
+            return 0.0
+        return self.costs.draft_seconds + window * self.costs.draft_step_seconds
+
+    def speed(
+        self,
+        lookup_window: int,
+        draft_window: int,
+        lookup: Estimate,
+        draft: Estimate,
+    ) -> float:
+        """Expected tokens per second of each row with these windows."""
+        hit_rate = lookup.offer_rate if lookup_window else 0.0
+        all_hit = hit_rate**self.num_rows
+        none_hit = (1 - hit_rate) ** self.num_rows
+
+        # A drafter that finds nothing takes its time too; the target's call is wider only for a
+        # draft. Its width is that of the row with the longest one.
+        some_drafted = 1 - (1 - draft.offer_rate) ** self.num_rows
+        standard = self.round_seconds[0]
+        lookup_extra = self.round_seconds[lookup_window] - standard
+        draft_extra = some_drafted * (self.round_seconds[draft_window] - standard)
+        seconds = standard + (1 - all_hit) * self.draft_seconds(draft_window)
+        seconds += all_hit * lookup_extra + none_hit * draft_extra
+        seconds += (1 - all_hit - none_hit) * max(lookup_extra, draft_extra)
+        if lookup_window:
+            seconds += self.costs.lookup_seconds or 0.0
+
+        copied = hit_rate * lookup.accepted[lookup_window] if lookup_window else 0.0
+        drafted = (1 - hit_rate) * draft.offer_rate * draft.accepted[draft_window]
+        return (1 + copied + drafted) / seconds
 
     def best(self, rates: Sequence[float], offer_rate: float = 1.0) -> int:
-        """The window with the most expected tokens per second; 0 if none beats standard decoding.
+        """The window with the most expected tokens per second of a drafter without a lookup.
+
+        0 if none beats standard decoding.
 
         Args:
             rates: the probability that each position is accepted if those before it are.
             offer_rate: the probability that there is a draft.
         """
-        standard_seconds = self.round_seconds[0]
-        speeds = [1 / standard_seconds]
-        all_accepted_probability = 1.0
-        expected_accepted = 0.0
-        for window, rate in enumerate(rates, start=1):
-            all_accepted_probability *= rate
-            expected_accepted += all_accepted_probability
-            # A drafter that finds nothing takes its time too; the target's call is wider only for
-            # a draft.
-            drafting_seconds = self.costs.draft_seconds + window * self.costs.draft_step_seconds
-            extra_seconds = offer_rate * (self.round_seconds[window] - standard_seconds)
-            seconds = drafting_seconds + standard_seconds + extra_seconds
-            expected_tokens = 1 + offer_rate * expected_accepted
-            speeds.append(expected_tokens / seconds)
+        estimate = Estimate(rates, offer_rate)
         # In a tie, `max` returns the first choice: the smaller window.
-        return max(self.choices, key=speeds.__getitem__)
+        return max(self.choices, key=lambda window: self.speed(0, window, NO_LOOKUP, estimate))
 
-    def choose_window(self) -> int:
-        """The best window by what was learned.
+    def _best_windows(self) -> tuple[int, int]:
+        """The best windows of the lookup and of the draft by what was learned."""
+        draft = Estimate(self.draft.rates(), self.draft.offer_rate)
+        if self.lookup is None:
+            return 0, self.best(draft.rates, draft.offer_rate)
 
-        If that is standard decoding: 1 when a trial is due, else 0.
+        lookup = Estimate(self.lookup.rates(), self.lookup.offer_rate)
+        lookup_window = draft_window = 0
+        # Each of the two is best for the other after a few turns.
+        for _ in range(2):
+            lookup_window = max(
+                self.choices, key=lambda window: self.speed(window, draft_window, lookup, draft)
+            )
+            draft_window = max(
+                self.choices, key=lambda window: self.speed(lookup_window, window, lookup, draft)
+            )
+        return lookup_window, draft_window
+
+    def _loss(self, lookup_window: int, draft_window: int) -> float:
+        """What a round loses if all its tokens are rejected, in rounds of standard decoding."""
+        standard = self.round_seconds[0]
+        width = max(lookup_window, draft_window)
+        seconds = self.round_seconds[width] - standard + self.draft_seconds(draft_window)
+        if lookup_window:
+            seconds += self.costs.lookup_seconds or 0.0
+        return seconds / standard
+
+    def _choose(self) -> None:
+        """Set the windows of the next round: the best ones that the balance allows."""
+        lookup_window, draft_window = self._best_windows()
+        available = self.balance + BUDGET
+        # A trial uses no credit: that was earned by drafts that paid.
+        available_for_trial = min(self.balance, 0.0) + BUDGET
+
+        smallest = next((choice for choice in self.choices if choice > 0), 0)
+        tries_draft = draft_window == 0 and not self.draft_is_hopeless
+        if tries_draft and self._loss(lookup_window, smallest) <= available_for_trial:
+            draft_window = smallest
+            self.balance = min(self.balance, 0.0)
+        tries_lookup = lookup_window == 0 and self.lookup is not None
+        if tries_lookup and self._loss(smallest, draft_window) <= available_for_trial:
+            lookup_window = smallest
+            self.balance = min(self.balance, 0.0)
+
+        self.draft_window = self._allowed(draft_window, self.draft, available)
+        self.lookup_window = 0
+        if self.lookup is not None:
+            self.lookup_window = self._allowed(lookup_window, self.lookup, available)
+        self.window = max(self.lookup_window, self.draft_window)
+
+    def _allowed(self, largest: int, stage: Stage, available: float) -> int:
+        """The largest window up to `largest` that a stage may draft with.
+
+        A stage that was hardly tested may have a useless draft, so all its tokens may be rejected.
         """
-        if self.hopeless:
-            return 0
-
-        # A position with few tests is estimated from the one before it.
-        rates: list[float] = []
-        for i, position in enumerate(self.positions):
-            if i == 0:
-                rates.append(position.hits / position.trials)
-                continue
-            hits = position.hits + NEIGHBOR_WEIGHT * rates[-1]
-            rates.append(hits / (position.trials + NEIGHBOR_WEIGHT))
-
-        offer_rate = self.offers.hits / self.offers.trials
-        best = self.best(rates, offer_rate)
-        if best == 0 and self.rounds_since_rejection >= self.rounds_before_trial:
-            return 1
-        return best
+        if stage.num_tests >= ENOUGH_TESTS:
+            return largest if available > 0 else 0
+        allowed = 0
+        for choice in self.choices:
+            is_draft = stage is self.draft
+            loss = self._loss(0, choice) if is_draft else self._loss(choice, 0)
+            if choice <= largest and loss <= available:
+                allowed = choice
+        return allowed
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Learn from a round, up to each row's first rejection: later noise is used again."""
-        self.rounds_since_rejection += 1
+        if not outcomes:
+            return
+        self.num_rows = len(outcomes)
+        called_window = 0
         for outcome in outcomes:
-            if outcome.window:
-                self.offers.count(outcome.num_made > 0)
+            if outcome.window == 0:
+                continue
+            if self.lookup is not None:
+                self.lookup.offers.count(outcome.is_copied)
+            if outcome.is_copied and self.lookup is not None:
+                self.lookup.learn(outcome.num_made, outcome.num_accepted)
+                continue
+            window = outcome.window
+            if self.lookup is not None:
+                window = min(window, self.draft_window)
+            if window:
+                called_window = max(called_window, window)
+                self.draft.offers.count(outcome.num_made > 0)
+                self.draft.learn(outcome.num_made, outcome.num_accepted)
 
-            # The accepted tokens were tested, and the rejected one after them if there is one.
-            num_tested = min(outcome.num_made, outcome.num_accepted + 1)
-            for i in range(num_tested):
-                self.positions[i].count(i < outcome.num_accepted)
+        self._settle(outcomes, called_window)
+        self._choose()
 
-            # A draft that was requested and not made counts as one rejected token.
-            num_expected = max(outcome.num_made, min(outcome.window, 1))
-            if outcome.num_accepted < num_expected:
-                self.rounds_since_rejection = 0
-        self.window = self.choose_window()
+    def _settle(self, outcomes: Sequence[Outcome], called_window: int) -> None:
+        """Add a round's gain over standard decoding to the balance."""
+        standard = self.round_seconds[0]
+        width = max(outcome.num_made for outcome in outcomes)
+        seconds = self.round_seconds[width] + self.draft_seconds(called_window)
+        if self.lookup is not None and any(outcome.window for outcome in outcomes):
+            seconds += self.costs.lookup_seconds or 0.0
+        num_tokens = 1 + sum(outcome.num_accepted for outcome in outcomes) / len(outcomes)
+
+        if self.balance < 0:
+            self.balance = min(0.0, self.balance + BUDGET_PER_TOKEN * num_tokens)
+        self.balance = min(MOST_CREDIT, self.balance + num_tokens - seconds / standard)
 
 
 class _SharedPlan(Plan):
@@ -346,6 +531,9 @@ class _SharedPlan(Plan):
 
     def windows(self, rows: Sequence[Request]) -> list[int]:
         return [window_of(row, self._controller.window) for row in rows]
+
+    def fallback_windows(self, rows: Sequence[Request]) -> list[int]:
+        return [window_of(row, self._controller.draft_window) for row in rows]
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         self._controller.learn(outcomes)
@@ -373,6 +561,13 @@ class _RowPlan(Plan):
         for row in rows:
             # A row that is not live needs no controller.
             largest = self._controller(row).window if row.live else 0
+            windows.append(window_of(row, largest))
+        return windows
+
+    def fallback_windows(self, rows: Sequence[Request]) -> list[int]:
+        windows = []
+        for row in rows:
+            largest = self._controller(row).draft_window if row.live else 0
             windows.append(window_of(row, largest))
         return windows
 

@@ -13,7 +13,12 @@ from lightning_specdec.drafters.early_exit import EarlyExitDrafter as EarlyExitD
 from lightning_specdec.drafters.medusa import MedusaDrafter as MedusaDrafter
 from lightning_specdec.drafters.medusa import MultiTokenDrafter as MultiTokenDrafter
 from lightning_specdec.drafters.model import ModelDrafter as ModelDrafter
+from lightning_specdec.drafters.ngram import LookupDrafter as LookupDrafter
 from lightning_specdec.drafters.ngram import NGramDrafter as NGramDrafter
 from lightning_specdec.drafters.ngram_with_fallback import NGramWithFallback as NGramWithFallback
+from lightning_specdec.drafters.ngram_with_fallback import (
+    SuffixCorpusWithFallback as SuffixCorpusWithFallback,
+)
 from lightning_specdec.drafters.staged import StagedDrafter as StagedDrafter
+from lightning_specdec.drafters.suffix_corpus import SuffixCorpusDrafter as SuffixCorpusDrafter
 from lightning_specdec.rules import Draft as Draft

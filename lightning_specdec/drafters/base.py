@@ -104,6 +104,10 @@ class DraftRequest:
         committed: number of committed tokens in each text; None for all. The others are draft
             tokens of another drafter, which `truncate_row` may remove later.
         calls: runs the drafter's calls, and records them if the session does.
+        may_use_other_texts: whether the draft may depend on the texts of other requests. Under
+            some rules the output depends on the draft, and a row must not depend on other rows.
+        fallback_windows: for a drafter with a fallback, how many draft tokens it requests of the
+            fallback for each row without a match; None for as many as of the lookup.
     """
 
     texts: Sequence[Sequence[int]]
@@ -113,6 +117,8 @@ class DraftRequest:
     vocab_size: int | None = None
     committed: Sequence[int] | None = None
     calls: DraftCalls = DraftCalls()  # noqa: RUF009
+    may_use_other_texts: bool = False
+    fallback_windows: Sequence[int] | None = None
 
 
 def last_two_tokens_of(texts: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 2"]:
@@ -324,6 +330,13 @@ class Drafter(nn.Module, ABC):
             drafter = cls(**settings)
         drafter.check_target(target)
         return drafter
+
+    def fresh(self: D) -> D:
+        """The same drafter without what it remembers of earlier requests; itself by default.
+
+        Measurements use it, so that no run drafts with the answers of another one.
+        """
+        return self
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments as plain values and models; a checkpoint stores them to

@@ -29,24 +29,24 @@ def draft_around(
     The drafter is not called if every row that requests tokens has known ones.
 
     Args:
-        known_tokens: draft tokens of each row, at most `windows[b]`.
+        known_tokens: draft tokens of each row.
         drafter: drafts for the other rows.
         state: the drafter's.
         context: the target and its state.
-        request: as of `Drafter.propose`, like `windows` and `sampling`.
+        request: as of `Drafter.propose`, like `sampling`.
+        windows: how many draft tokens to request of the drafter for each row without known ones.
     """
-    if not any(known_tokens):
-        return proposed(drafter, state, request, windows, sampling)
-
-    known_draft = certain(known_tokens, request.last_two_tokens.device)
     known_rows = [row for row, tokens in enumerate(known_tokens) if tokens]
     other_windows = list(windows)
     for row in known_rows:
         other_windows[row] = 0
+    known_draft = certain(known_tokens, request.last_two_tokens.device)
     if not any(other_windows):
         return known_draft
 
     draft = proposed(drafter, state, request, other_windows, sampling)
+    if not known_rows:
+        return draft
     for row in known_rows:
         # The target reads the known tokens there, not what the drafter may have drafted.
         state.truncate_row(row, len(request.texts[row]))
@@ -54,7 +54,15 @@ def draft_around(
     exit_states = draft.exit_states
     if exit_states is not None:
         exit_states = _without_drafts(exit_states, known_rows, context, request)
-    return _joined(known_draft, draft, exit_states)
+    joined_draft = _joined(known_draft, draft, exit_states)
+    if draft.copied is None:
+        return joined_draft
+
+    # Known tokens cost no more than copied ones.
+    copied = list(draft.copied)
+    for row in known_rows:
+        copied[row] = True
+    return replace(joined_draft, copied=copied)
 
 
 def _without_drafts(

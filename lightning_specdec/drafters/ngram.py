@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -118,7 +120,33 @@ class NGramState(DraftState):
             self.clear([row])
 
 
-class NGramDrafter(Drafter):
+class LookupDrafter(Drafter, ABC):
+    """Copies tokens from texts on the host. Drafts are deterministic, and no network runs."""
+
+    def needs_noise(self, sampling: Sampling) -> bool:
+        return False
+
+    @abstractmethod
+    def look_up(
+        self,
+        state: Any,
+        request: DraftRequest,
+        windows: Sequence[int],
+    ) -> list[Sequence[int]]:
+        """Each row's draft tokens on the host: at most `windows[b]`, none without a match."""
+
+    def propose(
+        self,
+        state: DraftState,
+        request: DraftRequest,
+        windows: Sequence[int],
+        sampling: Sampling,
+    ) -> Draft:
+        draft_tokens = self.look_up(state, request, windows)
+        return certain(draft_tokens, request.last_two_tokens.device)
+
+
+class NGramDrafter(LookupDrafter):
     """Copies the tokens that followed the last occurrence of the text's longest known suffix.
 
     Saxena 2023, "Prompt lookup decoding". Needs no model. It searches prompt and output. Short
@@ -131,9 +159,6 @@ class NGramDrafter(Drafter):
     Settings = NGramSettings
     settings: NGramSettings
 
-    def needs_noise(self, sampling: Sampling) -> bool:
-        return False
-
     def init_state(
         self,
         batch_size: int,
@@ -144,11 +169,10 @@ class NGramDrafter(Drafter):
 
     def look_up(
         self,
-        state: DraftState,
+        state: Any,
         request: DraftRequest,
         windows: Sequence[int],
     ) -> list[Sequence[int]]:
-        """Each row's draft tokens on the host: at most `windows[b]`, none without a match."""
         final_lengths = request.committed or [len(text) for text in request.texts]
         draft_tokens: list[Sequence[int]] = []
         for index, text, final_length, window in zip(
@@ -160,16 +184,6 @@ class NGramDrafter(Drafter):
                 # Such a row may be vacant, and its text must not be indexed.
                 draft_tokens.append(())
         return draft_tokens
-
-    def propose(
-        self,
-        state: DraftState,
-        request: DraftRequest,
-        windows: Sequence[int],
-        sampling: Sampling,
-    ) -> Draft:
-        draft_tokens = self.look_up(state, request, windows)
-        return certain(draft_tokens, request.last_two_tokens.device)
 
 
 def certain(draft_tokens: Sequence[Sequence[int]], device: torch.device) -> Draft:

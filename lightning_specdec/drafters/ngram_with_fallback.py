@@ -1,4 +1,4 @@
-"""Prompt lookup combined with another drafter, which drafts for the rows without a match."""
+"""A lookup combined with another drafter, which drafts for the rows without a match."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_specdec.drafters.base import (
 )
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
 from lightning_specdec.drafters.known_tokens import draft_around
-from lightning_specdec.drafters.ngram import NGramDrafter, NGramSettings
+from lightning_specdec.drafters.ngram import LookupDrafter, NGramDrafter, NGramSettings
+from lightning_specdec.drafters.suffix_corpus import SuffixCorpusDrafter, SuffixCorpusSettings
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.rules import Draft, Sampling
 
@@ -27,6 +28,22 @@ class FallbackSettings(NGramSettings):
 
     # The continuation of a single token is right less often than a trained draft (see the log).
     min_ngram: int = setting(2, "shortest suffix to look up", minimum=1)
+    min_confidence: float | None = setting(
+        None, "that of the trained draft; default: its own", minimum=0, maximum=1
+    )
+
+
+@dataclass(frozen=True)
+class SuffixFallbackSettings(SuffixCorpusSettings):
+    """Settings of `SuffixCorpusWithFallback`: those of its suffix corpus."""
+
+    # A trained draft is right more often than tokens of which the suffix corpus is not sure.
+    min_acceptance: float = setting(
+        0.5,
+        "end the copied draft where the estimated probability that it is accepted falls below this",
+        minimum=0,
+        maximum=1,
+    )
     min_confidence: float | None = setting(
         None, "that of the trained draft; default: its own", minimum=0, maximum=1
     )
@@ -54,7 +71,7 @@ class NGramWithFallback(Drafter):
     only: `min_ngram` of 2 or 3. A round in which every row has a match runs no network.
 
     Args:
-        lookup: used first.
+        lookup: used first: an `NGramDrafter` or `SuffixCorpusDrafter`.
         fallback: any drafter.
 
     Raises:
@@ -63,14 +80,15 @@ class NGramWithFallback(Drafter):
 
     Settings = FallbackSettings
 
-    def __init__(self, lookup: NGramDrafter, fallback: Drafter) -> None:
-        if not isinstance(lookup, NGramDrafter) or not isinstance(fallback, Drafter):
+    def __init__(self, lookup: LookupDrafter, fallback: Drafter) -> None:
+        if not isinstance(lookup, LookupDrafter) or not isinstance(fallback, Drafter):
             kinds = f"{type(lookup).__name__} and {type(fallback).__name__}"
             raise ValueError(
-                f"lookup must be an NGramDrafter and fallback a Drafter, got {kinds}: wrap a model "
-                "in one"
+                "lookup must be an NGramDrafter or SuffixCorpusDrafter and fallback a Drafter, "
+                f"got {kinds}: wrap a model in one"
             )
-        super().__init__(**lookup.settings.to_dict())
+        super().__init__()
+        self.settings = lookup.settings
         self.lookup = lookup
         self.fallback = fallback
         self.inside_target = fallback.inside_target
@@ -92,15 +110,26 @@ class NGramWithFallback(Drafter):
                 raise ValueError(f"{type(fallback).__name__} has no min_confidence: drop it")
             fallback = fallback.at(min_confidence)
 
-        drafter = cls(sure_lookup(**settings), fallback)
+        drafter = cls(cls.first_stage(**settings), fallback)
         drafter.check_target(target)
         return drafter
+
+    @classmethod
+    def first_stage(cls, **settings: Any) -> LookupDrafter:
+        """The lookup with these settings; by default it looks up long matches only."""
+        lookup_settings = {"min_ngram": FallbackSettings.min_ngram}
+        if settings.get("max_ngram") == 1:
+            # The default of min_ngram would exceed it.
+            lookup_settings["min_ngram"] = 1
+        lookup_settings.update(settings)
+        return NGramDrafter(**lookup_settings)
 
     @property
     def max_positions(self) -> int | None:
         return self.fallback.max_positions
 
     def check_target(self, target: LanguageModel) -> None:
+        self.lookup.check_target(target)
         self.fallback.check_target(target)
 
     def features(self, target: LanguageModel) -> Sequence[int]:
@@ -110,10 +139,14 @@ class NGramWithFallback(Drafter):
         return self.fallback.needs_noise(sampling)
 
     def fused(self, target: LanguageModel | None = None) -> NGramWithFallback:
-        return NGramWithFallback(self.lookup, self.fallback.fused(target))
+        return type(self)(self.lookup, self.fallback.fused(target))
+
+    def fresh(self) -> NGramWithFallback:
+        return type(self)(self.lookup.fresh(), self.fallback.fresh())
 
     def arguments(self) -> dict[str, Any]:
-        # Raises ValueError if a checkpoint cannot store the fallback.
+        # Raises ValueError if a checkpoint cannot store the lookup or the fallback.
+        self.lookup.arguments()
         self.fallback.arguments()
         return {"lookup": self.lookup, "fallback": self.fallback}
 
@@ -135,19 +168,39 @@ class NGramWithFallback(Drafter):
         sampling: Sampling,
     ) -> Draft:
         matches = self.lookup.look_up(state.lookup, request, windows)
-        return draft_around(
-            matches, self.fallback, state.fallback, state.context, request, windows, sampling
+        fallback_windows = list(windows)
+        if request.fallback_windows is not None:
+            fallback_windows = list(map(min, windows, request.fallback_windows))
+        draft = draft_around(
+            matches,
+            self.fallback,
+            state.fallback,
+            state.context,
+            request,
+            fallback_windows,
+            sampling,
         )
+        return replace(draft, copied=[bool(tokens) for tokens in matches])
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         self.fallback.observe(state.fallback, output, num_accepted)
 
 
-def sure_lookup(**settings: Any) -> NGramDrafter:
-    """A lookup to combine with a draft, which by default looks up long matches only."""
-    lookup_settings = {"min_ngram": FallbackSettings.min_ngram}
-    if settings.get("max_ngram") == 1:
-        # The default of min_ngram would exceed it.
-        lookup_settings["min_ngram"] = 1
-    lookup_settings.update(settings)
-    return NGramDrafter(**lookup_settings)
+class SuffixCorpusWithFallback(NGramWithFallback):
+    """Drafts by a suffix corpus, and with another drafter for the rows without a likely match.
+
+    Args:
+        lookup: used first: a `SuffixCorpusDrafter`, which ends its draft early.
+        fallback: any drafter.
+
+    Raises:
+        ValueError: the arguments are not such drafters.
+    """
+
+    Settings = SuffixFallbackSettings
+
+    @classmethod
+    def first_stage(cls, **settings: Any) -> LookupDrafter:
+        suffix_settings = {"min_acceptance": SuffixFallbackSettings.min_acceptance}
+        suffix_settings.update(settings)
+        return SuffixCorpusDrafter(**suffix_settings)

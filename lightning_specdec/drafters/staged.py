@@ -256,6 +256,9 @@ class StagedDrafter(Drafter):
         fused_stages = [stage.fused(target) for stage in self.stages]
         return StagedDrafter(fused_stages, stage_windows=self.window)
 
+    def fresh(self) -> StagedDrafter:
+        return StagedDrafter([stage.fresh() for stage in self.stages], stage_windows=self.window)
+
     def arguments(self) -> dict[str, Any]:
         for stage in self.stages:
             # Raises ValueError if a checkpoint cannot store the stage.

@@ -7,6 +7,7 @@ target's logits scores draft token i, and the last position scores the bonus tok
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,6 +47,8 @@ class Draft:
         num_calls: forward passes of the drafter's networks in this round.
         exit_states: outputs of the target's lower layers for these tokens, if an early exit
             computed them.
+        copied: for each row, whether the lookup of a drafter with a fallback made its tokens; None
+            for other drafters.
     """
 
     tokens: Int[Tensor, "B K"]
@@ -54,6 +57,7 @@ class Draft:
     logits: Float[Tensor, "B K V"] | None = None
     num_calls: int = 0
     exit_states: ExitStates | None = None
+    copied: Sequence[bool] | None = None
 
 
 @dataclass
