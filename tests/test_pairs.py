@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_specdec.checkpoints import load_pair
 from lightning_specdec.config import pairs
+from lightning_specdec.config.models import PairSource, check_directory
 from lightning_specdec.config.pairs import get_pair, list_pairs, read_pair, shipped_directory
 
 PATHS = sorted(shipped_directory().glob("*.yaml"))
@@ -26,6 +28,7 @@ def test_every_shipped_pair_is_read() -> None:
         "phi3_llama3",
         "llama3_self",
         "smollm2",
+        "qwen_coder",
     }
     assert pairs_by_name["tinyllama_llama3"].drafter.name == "CrossVocabulary"
     assert pairs_by_name["phi3_llama3"].drafter.name == "CrossVocabulary"
@@ -62,6 +65,32 @@ def test_pairs_and_models_of_the_current_directory_come_first(
     pinned = replace(target, revision="v1")
     assert pinned.location_revision is None, "a local copy has no revision"
     assert replace(pinned, local=None).location_revision == "v1"
+
+
+def test_a_pair_that_is_neither_here_nor_on_the_hub_names_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A package without the clone's checkpoints.
+    package = tmp_path / "site" / "lightning_specdec"
+    shutil.copytree(shipped_directory(), package / "configs" / "pairs")
+    monkeypatch.setattr(pairs, "__file__", str(package / "config" / "pairs.py"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ValueError) as raised:
+        load_pair(PairSource(pair="qwen_coder"))
+    error = str(raised.value)
+    assert "\n" not in error
+    assert "no checkpoints/qwen_coder_1.5b and checkpoints/qwen_coder_0.5b here" in error
+    assert error.endswith("run `make qwen_coder` in a clone of the repository")
+
+
+def test_a_missing_directory_that_make_writes_names_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="`make qwen_coder` writes this one"):
+        check_directory("checkpoints/qwen_coder_0.5b")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lightning_specdec.checkpoints import runs
 from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, is_draft_for, load
 from lightning_specdec.checkpoints.engine_heads import is_head, read_head
 from lightning_specdec.checkpoints.target_reference import dtype_of
-from lightning_specdec.config.hub import is_gguf
+from lightning_specdec.config.hub import NotFoundError, is_gguf
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
 from lightning_specdec.config.models import MOST_SMALL, PairSource, check_draft, is_run
@@ -86,7 +86,18 @@ def load_pair(
     # A named pair fills in the models and settings that the source leaves open.
     pair = get_pair(source.pair)
     completed = _without_foreign_draft(pair, pair.complete(source))
-    loaded = load_pair(completed, target=target, pack=pack)
+    try:
+        loaded = load_pair(completed, target=target, pack=pack)
+    except NotFoundError as error:
+        # Either model may be the one that the Hub did not return.
+        models = pair.models_without_copy
+        if not models:
+            raise
+        directories = " and ".join(str(model.local) for model in models)
+        raise ValueError(
+            f"there is no {directories} here, and the Hub cannot be read: run "
+            f"`make {models[0].make_target}` in a clone of the repository"
+        ) from error
     # The number that a draft stores is for the draft alone, on another machine.
     if source.draft is None or loaded.num_draft_tokens is None:
         loaded.num_draft_tokens = pair.num_draft_tokens

@@ -16,6 +16,10 @@ _WEIGHT_FILES = ("model*.safetensors", "model*.safetensors.index.json")
 log = logging.getLogger(__name__)
 
 
+class NotFoundError(ValueError):
+    """A model is neither on this machine nor available from the Hub."""
+
+
 def find(
     source: str | os.PathLike[str],
     *,
@@ -32,7 +36,8 @@ def find(
         code: whether to download Python files too.
 
     Raises:
-        ValueError: there is no such model, or it cannot be read.
+        NotFoundError: there is no such model.
+        ValueError: it cannot be read.
     """
     name = os.fspath(source)
     path = Path(source).expanduser()
@@ -193,7 +198,7 @@ def _snapshot(
         )
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
         cause = one_line(error.__cause__ or error)[:300]
-        raise ValueError(
+        raise NotFoundError(
             f"there is no directory {name}, and the Hub returned none "
             f"(revision {revision or 'main'}: {cause}): check the name and the network; "
             "set HF_TOKEN for gated and private models"

@@ -13,6 +13,12 @@ from lightning_specdec.config.settings import Settings, nearest, setting
 
 CHECKPOINTS = "checkpoints"
 """Directory of a clone of the repository that contains the models and drafts that ship."""
+MAKE_TARGETS = {
+    "smollm2": "smollm2",
+    "qwen_coder_1.5b": "qwen_coder",
+    "qwen_coder_0.5b": "qwen_coder",
+}
+"""Targets of the Makefile that write models to that directory, by the models' names."""
 FILE_SUFFIXES = (".safetensors", ".ckpt")
 """Endings of checkpoints and draft files."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -221,7 +227,8 @@ def advice_on_path(path: Path) -> str:
         advice = (
             f" in {Path.cwd()}: the files in {CHECKPOINTS}/ are part of a clone of the repository"
         )
-        if path.name == "smollm2":
-            advice += ", where `make smollm2` writes this one"
+        make_target = MAKE_TARGETS.get(path.name)
+        if make_target is not None:
+            advice += f", where `make {make_target}` writes this one"
         return advice
     return ": check the path"

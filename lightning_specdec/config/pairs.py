@@ -23,6 +23,7 @@ from lightning_specdec.config.models import (
     BACKENDS,
     CHECKPOINTS,
     DTYPES,
+    MAKE_TARGETS,
     QUANTIZATIONS,
     PairSource,
 )
@@ -57,6 +58,12 @@ class PairModel(Settings):
             return None
         path = shipped_file(self.local)
         return path if Path(path, "config.json").is_file() else None
+
+    @property
+    def make_target(self) -> str:
+        """Target of the Makefile that writes the local directory."""
+        directory = Path(self.local or self.source).name
+        return MAKE_TARGETS.get(directory, directory)
 
     @property
     def location(self) -> str:
@@ -194,18 +201,26 @@ class Pair(Settings):
             return {"draft": shipped_file(self.draft_file)}
         return {}
 
-    def _announce_hub_models(self) -> None:
-        """Warn of models that come from the Hub because their local copies are not here."""
+    @property
+    def models_without_copy(self) -> list[PairModel]:
+        """Models with a local directory that is not here, so that they come from the Hub."""
+        models = []
         for model in self.models:
             if model.local is not None and model.local_copy is None:
-                log.warning(
-                    "the pair %s is loaded from %s on the Hub, since there is no %s here (in a "
-                    "clone of the repository, `make %s` writes it)",
-                    self.name,
-                    model.source,
-                    model.local,
-                    Path(model.local).name,
-                )
+                models.append(model)
+        return models
+
+    def _announce_hub_models(self) -> None:
+        """Warn of models that come from the Hub because their local copies are not here."""
+        for model in self.models_without_copy:
+            log.warning(
+                "the pair %s is loaded from %s on the Hub, since there is no %s here (in a "
+                "clone of the repository, `make %s` writes it)",
+                self.name,
+                model.source,
+                model.local,
+                model.make_target,
+            )
 
     def _target_defaults(self) -> dict[str, Any]:
         """Fields of a source that name the target."""
