@@ -253,7 +253,9 @@ def read_tokenizer(reader: gguf.GGUFReader) -> Qwen2Tokenizer:
             added_tokens.append(AddedToken(token, special=is_special, normalized=False))
 
     merges: list[str] = read("ggml.merges")
-    tokenizer = Qwen2Tokenizer(
+    # Its hints are narrower than what it accepts.
+    tokenizer_class: Any = Qwen2Tokenizer
+    tokenizer: Qwen2Tokenizer = tokenizer_class(
         vocab=vocabulary,
         merges=[tuple(merge.split(" ")) for merge in merges],
         unk_token=None,

@@ -338,7 +338,7 @@ def _load_models(
     is_packed = pack and torch.device(source.device).type == "cpu"
     require_memory(
         " with ".join(model.source for model in examined_models),
-        peak_bytes(sizes, packed=is_packed),
+        peak_bytes(sizes, packed=is_packed, in_openvino=source.backend == "openvino"),
         source.device,
     )
 
@@ -348,7 +348,9 @@ def _load_models(
 
     packed_models: list[LanguageModel] = []
     for model, examined in zip(models, examined_models, strict=True):
-        in_backend = loading.in_backend(model, source.backend, examined.quantization)
+        in_backend = loading.in_backend(
+            model, source.backend, examined.quantization, is_unchanged=True
+        )
         packed_models.append(in_backend.pack())
     return packed_models
 

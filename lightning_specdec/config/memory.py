@@ -50,17 +50,38 @@ class ModelSize(Settings):
             return number_bytes * (self.kept_parameters + self.matrix_parameters)
         return number_bytes * self.parameters
 
+    def openvino_bytes(self, dtype: str, quantization: str | None = None) -> int:
+        """Bytes of the weights in OpenVINO: the matrices in the converted file, which is mapped,
+        and once more in the processor's layout. The embedding is mapped from the model's file."""
+        kept_bytes = _BYTES_PER_NUMBER[dtype] * self.kept_parameters
+        matrix_bytes = self.weight_bytes(dtype, quantization, packed=True) - kept_bytes
+        return kept_bytes + 2 * matrix_bytes
 
-def peak_bytes(models: Sequence[tuple[ModelSize, str, str | None]], *, packed: bool) -> int:
+
+def peak_bytes(
+    models: Sequence[tuple[ModelSize, str, str | None]],
+    *,
+    packed: bool,
+    in_openvino: bool = False,
+) -> int:
     """Peak bytes while several models (size, dtype, quantization) are loaded one after another.
 
-    A model that will be quantized is read unquantized first.
+    A model that will be quantized or converted is read unchanged first.
+
+    Args:
+        packed: whether weights are laid out for a CPU's kernels.
+        in_openvino: whether the models run in OpenVINO. While the first start converts a model, its
+            weights and the converted ones are in memory.
     """
     loaded_bytes = 0
     peak = 0
     for size, dtype, quantization in models:
+        if in_openvino:
+            final_bytes = size.openvino_bytes(dtype, quantization)
+        else:
+            final_bytes = size.weight_bytes(dtype, quantization, packed=packed)
         peak = max(peak, loaded_bytes + size.weight_bytes(dtype))
-        loaded_bytes += size.weight_bytes(dtype, quantization, packed=packed)
+        loaded_bytes += final_bytes
     return max(peak, loaded_bytes)
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec import __version__
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.models.base import LanguageModel
 
@@ -204,8 +205,14 @@ def measure(model: LanguageModel, plans: Sequence[ReadingPlan] = PLANS) -> Agree
 
     largest_difference = 0.0
     worst_plan = plans[0]
-    for plan in plans:
-        logits = _read(model, text, plan)
+    progress = Activity("measuring whether calls of all widths agree", len(plans), unit="kinds")
+    with progress:
+        logits_by_plan = []
+        for plan in plans:
+            logits_by_plan.append(_read(model, text, plan))
+            progress.advance()
+
+    for plan, logits in zip(plans, logits_by_plan, strict=True):
         # A plan may end before the text does.
         expected = reference[:, : logits.shape[1]]
         # Equal infinities, as of tokens that a model never writes, do not differ.

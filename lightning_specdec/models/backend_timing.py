@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightning_specdec import __version__
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.models.model_config import FOREIGN, first_line
 from lightning_specdec.models.state import DecodeState
@@ -30,22 +32,29 @@ _PROMPT_LENGTH = 128
 log = logging.getLogger(__name__)
 
 
-def faster_backend(model: HuggingFaceLM) -> str:
+def faster_backend(model: HuggingFaceLM, *, is_unchanged: bool = False) -> str:
     """The backend whose calls on one and on eight tokens take less time together.
 
     Args:
-        model: a model that OpenVINO can run as well.
+        model: a model of a dtype that OpenVINO runs as well.
+        is_unchanged: see `weights_digest`.
     """
-    path = _cache_path(model)
+    path = _cache_path(model, is_unchanged)
     seconds = _read(path)
     if seconds is None:
+        # This runs the model, which reads all of its weights.
+        if not model.takes_apart:
+            return "torch"
         from lightning_specdec.models.openvino import OpenVINOLM
 
         log.info(
             "comparing OpenVINO with torch, once for this model, type and machine: about a minute"
         )
         try:
-            models = {"torch": model.packed(), "openvino": OpenVINOLM.of(model)}
+            models: dict[str, HuggingFaceLM] = {
+                "torch": model.packed(),
+                "openvino": OpenVINOLM.of(model, is_unchanged=is_unchanged),
+            }
             seconds = call_seconds(models)
         except (OSError, *FOREIGN) as error:
             log.warning("%s: using torch", first_line(error))
@@ -59,7 +68,7 @@ def faster_backend(model: HuggingFaceLM) -> str:
     return "openvino" if is_openvino_faster else "torch"
 
 
-def _cache_path(model: HuggingFaceLM) -> Path:
+def _cache_path(model: HuggingFaceLM, is_unchanged: bool) -> Path:
     """The file for this model, with these versions, on this machine."""
     versions = (torch.__version__, metadata.version("openvino"), __version__)
     machine = (
@@ -67,7 +76,8 @@ def _cache_path(model: HuggingFaceLM) -> Path:
         os.cpu_count(),
         torch.get_num_threads(),
     )
-    key = repr((weights_digest(model), model.dtype, versions, machine))
+    digest = weights_digest(model, is_unchanged=is_unchanged)
+    key = repr((digest, model.dtype, versions, machine))
     key_hash = hashlib.sha256(key.encode()).hexdigest()
     return cache_home() / f"backend-{key_hash[:24]}.json"
 
@@ -95,16 +105,29 @@ def call_seconds(models: dict[str, HuggingFaceLM], *, repeats: int = 7) -> dict[
         model(prompt, states[name], logits_for=slice(-1, None))
 
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(_NUM_WARMUP_CALLS + repeats):
-        for name, model in models.items():
-            started = time.perf_counter()
-            for num_tokens in (1, 8):
-                next_tokens = prompt[:, :num_tokens]
-                model(next_tokens, states[name])
-                states[name].truncate([_PROMPT_LENGTH])
-            seconds[name].append(time.perf_counter() - started)
+    num_rounds = _NUM_WARMUP_CALLS + repeats
+    with Activity("comparing OpenVINO with torch", num_rounds, unit="rounds") as progress:
+        for _ in range(num_rounds):
+            _time_calls(models, states, prompt, seconds)
+            progress.advance()
 
     medians: dict[str, float] = {}
     for name, model_seconds in seconds.items():
         medians[name] = statistics.median(model_seconds[_NUM_WARMUP_CALLS:])
     return medians
+
+
+def _time_calls(
+    models: dict[str, HuggingFaceLM],
+    states: dict[str, DecodeState],
+    prompt: Tensor,
+    seconds: dict[str, list[float]],
+) -> None:
+    """Append the seconds of each model's calls, made once."""
+    for name, model in models.items():
+        started = time.perf_counter()
+        for num_tokens in (1, 8):
+            next_tokens = prompt[:, :num_tokens]
+            model(next_tokens, states[name])
+            states[name].truncate([_PROMPT_LENGTH])
+        seconds[name].append(time.perf_counter() - started)

@@ -122,6 +122,10 @@ class LayerStack:
         return getattr(self.inner, self._layers_name)
 
     @property
+    def norm_module(self) -> nn.Module:
+        return getattr(self.inner, self._norm_name)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -168,7 +172,7 @@ class LayerStack:
         return hidden
 
     def norm(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        return getattr(self.inner, self._norm_name)(hidden)
+        return self.norm_module(hidden)
 
     def head(self, normed: Float[Tensor, "*T D"]) -> Float[Tensor, "*T V"]:
         """The output head, for the final norm's output."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lightning_specdec.config import hub
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.memory import ModelSize, require_memory
 from lightning_specdec.config.models import DTYPES, MOST_SMALL
 from lightning_specdec.models.adapters import Adapter, find_adapter, merge_adapter
@@ -84,7 +85,7 @@ def load_model(source: str | os.PathLike[str], **options: Any) -> HuggingFaceLM:
     # Weights are read in this type before they are quantized.
     num_bytes = examined.size.weight_bytes(examined.dtype)
     require_memory(examined.source, num_bytes, examined.device)
-    return in_backend(load(examined), examined.backend, examined.quantization)
+    return in_backend(load(examined), examined.backend, examined.quantization, is_unchanged=True)
 
 
 def examine(
@@ -318,7 +319,8 @@ def load(examined: Examined) -> HuggingFaceLM:
         hub.download_weights(name, examined.path)
         if not hub.is_gguf(examined.path):
             _read_shapes(examined.path)  # checks the headers of what was downloaded
-        model, report = _read_weights(examined)
+        with Activity(f"reading the weights of {name}"):
+            model, report = _read_weights(examined)
     _check_report(name, report)
     if examined.adapter is not None:
         model = merge_adapter(model, examined.adapter)
@@ -449,6 +451,8 @@ def in_backend(
     model: HuggingFaceLM,
     backend: str,
     quantization: str | None = None,
+    *,
+    is_unchanged: bool = False,
 ) -> HuggingFaceLM:
     """The model itself, or the same in OpenVINO, for decoding only.
 
@@ -456,25 +460,29 @@ def in_backend(
         backend: "torch", "openvino", or "auto": on a CPU with OpenVINO, the faster of the two. It
             is measured once for each model and machine, and kept in the cache directory.
         quantization: of the weights in OpenVINO; torch's are quantized while they are loaded.
+        is_unchanged: whether the model has just been loaded by name, and nobody else has it yet. If
+            its conversion is in the cache, its layers' weights are then not read.
 
     Raises:
         ValueError: OpenVINO was requested and cannot run the model.
     """
     if backend == "auto":
         can_choose = quantization is None and _can_run_in_openvino(model)
-        backend = faster_backend(model) if can_choose else "torch"
+        backend = "torch"
+        if can_choose:
+            backend = faster_backend(model, is_unchanged=is_unchanged)
     if backend == "torch":
         return model
     from lightning_specdec.models.openvino import OpenVINOLM
 
-    return OpenVINOLM.of(model, quantization)
+    return OpenVINOLM.of(model, quantization, is_unchanged=is_unchanged)
 
 
 def _can_run_in_openvino(model: HuggingFaceLM) -> bool:
-    """Whether OpenVINO may be the faster backend."""
+    """Whether OpenVINO may be the faster backend, as far as the weights need not be read for it."""
     try:
         check_openvino(model.device, model.dtype)
     except ValueError:
         return False
     is_plain = quantization_method(model.model.config) is None
-    return is_plain and model.num_parameters > MOST_SMALL and model.takes_apart
+    return is_plain and model.num_parameters > MOST_SMALL

@@ -10,6 +10,7 @@ rows in one call; P the same with the call's padding.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -19,7 +20,7 @@ from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import openvino as ov
@@ -28,11 +29,13 @@ from openvino import opset13 as ops
 from openvino.op import _PagedAttentionExtension
 from torch import Tensor, nn
 
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.files import cache_home, new_directory, remove_abandoned
 from lightning_specdec.config.memory import require_memory
 from lightning_specdec.models.agreement import agreement_of
 from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest, weights_stamp
 from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.layers import LayerStack, additive
 from lightning_specdec.models.loading import check_openvino
 from lightning_specdec.models.openvino_conversion import (
     FORMAT,
@@ -54,7 +57,10 @@ from lightning_specdec.models.paged_state import (
     shared_tensor,
 )
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
-from lightning_specdec.models.weights import weights_checksum
+from lightning_specdec.models.weights import WeightIdentity, weights_checksum
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.Type.bf16)}
 """OpenVINO's names of the dtypes that networks compute in and keep their keys and values in."""
@@ -75,25 +81,42 @@ _CONVERTING = Lock()
 """Held while a network is converted: torch traces one network at a time."""
 
 
-def converted(model: HuggingFaceLM, quantization: str | None = None) -> Path:
+def converted(
+    model: HuggingFaceLM,
+    quantization: str | None = None,
+    *,
+    is_unchanged: bool = False,
+) -> Path:
     """The directory of a model's converted files: made at the first use, then read from the cache
     directory.
+
+    Args:
+        quantization: as of `convert`.
+        is_unchanged: see `weights_digest`.
 
     Raises:
         ValueError: OpenVINO cannot run the model; or as `_cached_files`.
     """
 
     def write(directory: Path) -> None:
-        # The copy in float32, its conversion, and the file that is written.
-        needed_bytes = 12 * model.num_parameters
-        require_memory("converting the model to OpenVINO", needed_bytes, "cpu")
-        model_in_float32 = model.in_float32()
-        convert(model_in_float32, directory, model.dtype, quantization)
+        require_memory("converting the model to OpenVINO", _conversion_bytes(model), "cpu")
+        convert(model, directory, quantization)
+        # The converted model in memory has references to itself.
+        gc.collect()
         if quantization is None:
-            _check(model_in_float32, OpenVINOLM(model_in_float32, directory))
+            with Activity("comparing the converted model with torch"):
+                _check(model, OpenVINOLM(model, directory, compute_dtype=torch.float32))
 
-    settings = (weights_digest(model), model.arguments(), model.dtype, quantization)
+    digest = weights_digest(model, is_unchanged=is_unchanged)
+    settings = (digest, model.arguments(), model.dtype, quantization)
     return _cached_files(settings, write)
+
+
+def _conversion_bytes(model: HuggingFaceLM) -> int:
+    """Bytes that a conversion needs beside the model: the converted weights, and the largest matrix
+    in float32."""
+    sizes = [weight.numel() for weight in model.parameters()]
+    return sum(sizes) * model.dtype.itemsize + 4 * max(sizes)
 
 
 def _cached_files(settings: object, write: Callable[[Path], None]) -> Path:
@@ -131,7 +154,9 @@ def _cached_files(settings: object, write: Callable[[Path], None]) -> Path:
             if not directory.exists():
                 raise
 
-    if not _is_whole(directory):
+    with Activity("checking the converted model's files"):
+        is_whole = _is_whole(directory)
+    if not is_whole:
         raise ValueError(f"{directory} is damaged: delete it to have it rebuilt")
     return directory
 
@@ -162,7 +187,7 @@ def _check(model: HuggingFaceLM, converted_model: OpenVINOLM) -> None:
     float32."""
     # Tokens from all parts of the vocabulary.
     tokens = torch.arange(12)[None] * 7919 % model.vocab_size
-    expected = model(tokens).logits
+    expected = _logits_in_float32(model, tokens)
     computed = converted_model(tokens).logits
     difference = (computed - expected).abs().max()
     tolerance = 1e-3 * expected.abs().max()
@@ -172,6 +197,29 @@ def _check(model: HuggingFaceLM, converted_model: OpenVINOLM) -> None:
         raise ValueError(
             f"OpenVINO computes other logits for {name} than torch does: use --backend torch"
         )
+
+
+def _logits_in_float32(
+    model: HuggingFaceLM,
+    tokens: Int[Tensor, "B T"],
+) -> Float[Tensor, "B T V"]:
+    """The logits of a model's weights in float32, of which only one layer's exist at a time."""
+    if model.dtype == torch.float32:
+        return model(tokens).logits
+    stack = model.stack
+    num_tokens = tokens.shape[1]
+    positions = torch.arange(num_tokens)[None]
+    distances = positions[0, :, None] - positions
+    window = min(span or num_tokens for span in model.windows.values())
+    mask = additive(((distances >= 0) & (distances < window))[None], torch.float32)
+
+    hidden = stack.embed(tokens, positions).float()
+    arguments = stack.begin(hidden, positions, mask, None)
+    for layer in stack.layers:
+        hidden = deepcopy(layer).float()(hidden, **arguments)
+    hidden = deepcopy(stack.norm_module).float()(hidden)
+    head: Any = model.model.get_output_embeddings()
+    return deepcopy(head).float()(hidden)
 
 
 @cache
@@ -575,6 +623,9 @@ class OpenVINOLM(HuggingFaceLM):
         directory: its converted files, as `converted` returns them.
         quantization: of these files' weights.
         dynamic_group: see `DYNAMIC_GROUP`.
+        compute_dtype: a dtype of `PRECISIONS` for the layers; None for the model's own.
+        is_unchanged: whether nobody else holds the model, so that its weights need not be watched,
+            and these files show that its parts compute what it does.
 
     Attributes:
         compute_dtype: what the layers compute in.
@@ -589,6 +640,8 @@ class OpenVINOLM(HuggingFaceLM):
         quantization: str | None = None,
         *,
         dynamic_group: int = DYNAMIC_GROUP,
+        compute_dtype: torch.dtype | None = None,
+        is_unchanged: bool = False,
     ) -> None:
         super().__init__(model.model, tokenizer=model.tokenizer)
         self.origin = model.origin
@@ -597,10 +650,16 @@ class OpenVINOLM(HuggingFaceLM):
         self.dynamic_group = dynamic_group
         # A calibration belongs to these settings too, and heads are quantized like their target.
         self.settings = quantization
-        self.compute_dtype = computing_dtype(model.dtype)
+        self.compute_dtype = computing_dtype(compute_dtype or model.dtype)
         self._dtype = model.dtype
-        self._stamp = weights_stamp(self)
-        self._checksum = weights_checksum(self._tensors())
+        self._is_unchanged = is_unchanged
+        self._stamp = self._present_stamp()
+        self._checksum: list[int] = []
+        if self.origin is None:
+            self._checksum = weights_checksum(self._tensors())
+        if is_unchanged:
+            # To compare the parts with the whole model would read all weights.
+            self._parts = LayerStack(self.model)
         self._fewest_tokens = 1 if quantization is None else FEWEST_QUANTIZED_TOKENS
         self._features: set[int] = set()
         self._exit_layers: list[int] = []
@@ -609,19 +668,29 @@ class OpenVINOLM(HuggingFaceLM):
         self._compile_layers()
 
     @classmethod
-    def of(cls, model: HuggingFaceLM, quantization: str | None = None) -> OpenVINOLM:
+    def of(
+        cls,
+        model: HuggingFaceLM,
+        quantization: str | None = None,
+        *,
+        is_unchanged: bool = False,
+    ) -> OpenVINOLM:
         """The model in OpenVINO: converted at the first use, then read from the cache directory.
 
         With quantized weights, activations are quantized too if this processor computes the same
         bits in calls of all widths; otherwise they are not quantized, which is slower for several
         tokens.
 
+        Args:
+            quantization: as of `convert`.
+            is_unchanged: whether the model has just been loaded, and nobody else holds it.
+
         Raises:
             ValueError: see `converted` and `check_openvino`.
         """
         check_openvino(model.device, model.dtype)
-        directory = converted(model, quantization)
-        decoded = cls(model, directory, quantization)
+        directory = converted(model, quantization, is_unchanged=is_unchanged)
+        decoded = cls(model, directory, quantization, is_unchanged=is_unchanged)
         if quantization is None:
             return decoded
 
@@ -632,13 +701,18 @@ class OpenVINOLM(HuggingFaceLM):
         # after 30 layers.
         if decoded.compute_dtype == torch.float32 or not agreement.holds:
             log.info("this processor rounds differently by width: activations are not quantized")
-            return cls(model, directory, quantization, dynamic_group=0)
+            # Its memory is free before that of the other one is needed.
+            del decoded
+            return cls(model, directory, quantization, dynamic_group=0, is_unchanged=is_unchanged)
         return decoded
 
     def _compile_layers(self) -> None:
         """Compile the layers, divided after each number of layers in `_exit_layers`."""
         borders = (0, *self._exit_layers, self.stack.num_layers)
-        self._graphs = [self._compile_part(*layer_range) for layer_range in pairwise(borders)]
+        # The old ones are freed first: each holds the weights in the layout of this processor.
+        self._graphs: list[_Graph] = []
+        with Activity("compiling the model for this processor"):
+            self._graphs = [self._compile_part(*layers) for layers in pairwise(borders)]
 
     def _compile_part(self, first_layer: int, end_layer: int) -> _Graph:
         return _Graph(
@@ -646,7 +720,7 @@ class OpenVINOLM(HuggingFaceLM):
             first_layer,
             end_layer,
             self._features,
-            self.dtype,
+            self.compute_dtype,
             fewest_scored=self._fewest_tokens,
             dynamic_group=self.dynamic_group,
         )
@@ -663,6 +737,9 @@ class OpenVINOLM(HuggingFaceLM):
         """All weights and buffers, which the converted model holds as copies."""
         return chain(self.model.parameters(), self.model.buffers())
 
+    def _present_stamp(self) -> tuple[list[WeightIdentity], bytes]:
+        return weights_stamp(self, reads_values=not self._is_unchanged)
+
     def refresh(self) -> None:
         super().refresh()
         # torch does not count all writes, and a sample of the values may miss one. A model that was
@@ -672,7 +749,7 @@ class OpenVINOLM(HuggingFaceLM):
             raise ValueError(_CHANGED)
 
     def init_state(self, batch_size: int, max_length: int) -> PagedState:
-        if weights_stamp(self) != self._stamp:
+        if self._present_stamp() != self._stamp:
             raise ValueError(_CHANGED)
         sizes = []
         for graph in self._graphs:

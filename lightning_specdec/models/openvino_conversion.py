@@ -10,11 +10,13 @@ import math
 import shutil
 import warnings
 from contextlib import redirect_stdout
+from copy import deepcopy
 from io import StringIO
 from operator import call
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+from xml.etree import ElementTree
 
 import openvino as ov
 import torch
@@ -23,18 +25,21 @@ from openvino.frontend import GeneralFailure, OpConversionFailure
 from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
 from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.pytorch_utils import Conv1D
 
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.memory import gigabytes
 from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.layers import LayerStack
 from lightning_specdec.models.model_config import FOREIGN, first_line, quiet
 from lightning_specdec.models.paged_state import shared_tensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-FORMAT = 4
+FORMAT = 5
 """Version of the converted files. Raise it when their content changes, so that cached ones are
 converted again."""
 GROUP = 64
@@ -171,12 +176,19 @@ class _NoCache(Cache):
 
 class _WholeModel(nn.Module):
     """All layers, the final norm, and the output head for some tokens. Returns the output of
-    each."""
+    each.
+
+    It is a copy of a model that shares its matrices.
+
+    Raises:
+        ValueError: the model cannot be taken apart.
+    """
 
     def __init__(self, model: HuggingFaceLM) -> None:
         super().__init__()
-        self.model = model.model
-        self.stack = model.stack
+        _ = model.stack  # Checks that the parts compute what the model does.
+        self.model = _traceable(model.model)
+        self.stack = LayerStack(self.model)
         self.attention = open_attention
 
     def forward(
@@ -195,21 +207,75 @@ class _WholeModel(nn.Module):
         return *outputs, normed, logits
 
 
+_MATRIX_LAYERS = (nn.Linear, Conv1D, nn.Embedding)
+"""Layers whose matrices are converted in their own dtype."""
+_STORED_WEIGHT = "stored_weight"
+"""Attribute of such a layer in a traceable copy: the original's weight."""
+
+
+def _traceable(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model that is traced in float32. It shares the matrices, whatever their dtype.
+
+    In place of these, its layers have matrices of zeros that take no memory: a model may read their
+    dtype.
+    """
+    matrices: dict[int, Any] = {}
+    for module in model.modules():
+        if type(module) in _MATRIX_LAYERS:
+            matrices[id(module.weight)] = module.weight
+    copy = deepcopy(model, matrices)
+
+    for module in copy.modules():
+        if type(module) in _MATRIX_LAYERS:
+            weight: Any = module.weight
+            module.register_buffer(_STORED_WEIGHT, weight.detach())
+            zeros = torch.zeros((), dtype=torch.float32).expand(weight.shape)
+            module.weight = nn.Parameter(zeros, requires_grad=False)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            is_matrix = tensor is getattr(module, _STORED_WEIGHT, None)
+            if tensor is not None and tensor.is_floating_point() and not is_matrix:
+                tensor.data = tensor.data.float()
+    return copy
+
+
+def _matrix_extension(layer: type[nn.Module], operation: str) -> ModuleExtension:
+    """How layers of a traceable copy are traced: as an operation on the original's weight.
+
+    Args:
+        operation: OpenVINO's name of the layer's operation on matrices of any dtype.
+    """
+
+    def emit(module: Any, operation: Any, inputs: Tensor) -> Tensor:
+        return operation(inputs, getattr(module, _STORED_WEIGHT), module.bias)
+
+    def compute(module: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # Only the shape counts.
+        num_outputs = weight.shape[0 if layer is nn.Linear else 1]
+        return inputs.new_full((*inputs.shape[:-1], num_outputs), 0.5)
+
+    return ModuleExtension(
+        layer,
+        operation,
+        convert=emit,
+        evaluate=compute,
+        condition=lambda module: hasattr(module, _STORED_WEIGHT),
+    )
+
+
 def convert(
     model: HuggingFaceLM,
     directory: Path,
-    dtype: torch.dtype,
     quantization: str | None = None,
 ) -> None:
     """Write a model to a directory as `model.xml`, with its weights in `model.bin`.
 
     Its outputs are those of each layer, of the final norm, and the logits. It is traced in float32,
-    as OpenVINO's fused operations expect; whether it computes in bfloat16 is chosen when it is
-    compiled.
+    as OpenVINO's fused operations expect, over matrices in the model's dtype; whether it computes
+    in bfloat16 is chosen when it is compiled.
 
     Args:
-        model: the model in float32.
-        dtype: of the weights in the files, where they are not quantized.
+        model: the model, in a dtype that OpenVINO runs. Where they are not quantized, the matrices
+            in the files have this dtype.
         quantization: of the weights, by NNCF: "int8" with a scale for each output, "int4" with one
             for each group of `GROUP` weights, or fewer where these do not divide a layer (the
             output head in int8); None for plain ones.
@@ -217,23 +283,21 @@ def convert(
     Raises:
         ValueError: OpenVINO cannot run it, or the files cannot be written.
     """
-    attention = model.model.config._attn_implementation
     try:
-        # The model's parts are checked while it still has its own attention.
         network = _WholeModel(model)
-        model.model.set_attn_implementation(_ATTENTION)
+        network.model.set_attn_implementation(_ATTENTION)
         hidden = torch.zeros(4, 1, model.hidden_size or 0)
         positions = torch.arange(4)[:, None]
         scored = torch.arange(2)
-        converted = traced(network, (hidden, positions, scored), dtype, quantization)
+        with Activity("converting the model to OpenVINO, once"):
+            converted = traced(network, (hidden, positions, scored), model.dtype, quantization)
     except (*FOREIGN, GeneralFailure, OpConversionFailure) as error:
         name = type(model.model).__name__
         raise ValueError(
             f"OpenVINO cannot run {name}: {first_line(error)}: use --backend torch"
         ) from error
-    finally:
-        model.model.set_attn_implementation(attention)
-    save(converted, directory)
+    with Activity("writing the converted model"):
+        save(converted, directory)
 
 
 def save(model: ov.Model, directory: Path) -> None:
@@ -244,6 +308,7 @@ def save(model: ov.Model, directory: Path) -> None:
     """
     try:
         ov.save_model(model, directory / "model.xml", compress_to_fp16=False)
+        _keep_bfloat16(directory / "model.xml")
     except (RuntimeError, OSError) as error:
         # OpenVINO reports a full disk as "basic_ios::clear: iostream error", without a path.
         needed_bytes = 0
@@ -256,6 +321,26 @@ def save(model: ov.Model, directory: Path) -> None:
             f"{gigabytes(needed_bytes)}, and {gigabytes(free_bytes)} are free: free some space, or "
             "set XDG_CACHE_HOME to another directory"
         ) from error
+
+
+def _keep_bfloat16(path: Path) -> None:
+    """Mark the conversions of bfloat16 weights in a network's file, so that they are not computed
+    when it is compiled.
+
+    OpenVINO would keep a copy of the weights in float32. It reads this mark in files alone.
+    """
+    tree = ElementTree.parse(path)
+    for layer in tree.iterfind("layers/layer[@type='Convert']"):
+        entry = layer.find("input/port")
+        if entry is None or entry.get("precision") != "BF16":
+            continue
+        marks = layer.find("rt_info")
+        if marks is None:
+            marks = ElementTree.Element("rt_info")
+            layer.insert(1, marks)
+        if marks.find("attribute[@name='decompression']") is None:
+            ElementTree.SubElement(marks, "attribute", name="decompression", version="0")
+    tree.write(path)
 
 
 def traced(
@@ -275,7 +360,9 @@ def traced(
             _ATTENTION,
             evaluate=call,
             convert=lambda _, *arguments: call(*arguments),
-        )
+        ),
+        nn.Linear: _matrix_extension(nn.Linear, "ov_ext::linear"),
+        Conv1D: _matrix_extension(Conv1D, "ov_ext::conv1d"),
     }
     # OpenVINO and NNCF report their use over the network, each time from a new fork of this
     # process.

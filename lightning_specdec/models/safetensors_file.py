@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.config.hub import is_gguf
 
@@ -134,10 +135,12 @@ def weights_sha256(directory: Path) -> str:
 
     def compute() -> str:
         digest = hashlib.sha256()
-        for path in files:
-            with path.open("rb") as file:
-                # Adds the file's bytes to the digest that the function returns.
-                hashlib.file_digest(file, lambda: digest)
+        with Activity("computing the hash of the weights", len(files), unit="files") as progress:
+            for path in files:
+                with path.open("rb") as file:
+                    # Adds the file's bytes to the digest that the function returns.
+                    hashlib.file_digest(file, lambda: digest)
+                progress.advance()
         return digest.hexdigest()
 
     return _cached_digest("weights", files, compute)

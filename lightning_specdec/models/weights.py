@@ -31,11 +31,16 @@ _FACTORS = _odd_factors()
 """An odd factor for each 64-bit word of a row, so that the order of the words counts."""
 
 
-def weights_digest(module: nn.Module) -> str:
+def weights_digest(module: nn.Module, *, is_unchanged: bool = False) -> str:
     """Hash of a network's weights, equal on every machine.
 
     Weights that were read from files are represented by the hashes of these files. A checksum of
     their present values is added, since they may have changed after they were read.
+
+    Args:
+        is_unchanged: whether weights from files are as they were read, since nobody else has the
+            network yet. They are not read then, which a file that is mapped to memory would have to
+            be for this alone.
     """
     digest = hashlib.sha256()
     ids_from_files: set[int] = set()
@@ -50,6 +55,9 @@ def weights_digest(module: nn.Module) -> str:
         digest.update(name.encode())
         values = tensor.detach()
         is_from_file = id(tensor) in ids_from_files
+        if is_from_file and is_unchanged:
+            digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
+            continue
 
         # A quantized weight has no plain bytes; the hash of its file identifies it.
         if is_from_file and type(values) is not Tensor:
@@ -137,11 +145,18 @@ WeightIdentity = tuple[int, int | None, torch.dtype]
 """A tensor's id, how often torch has written to it (None if torch does not count), its dtype."""
 
 
-def weights_stamp(*modules: nn.Module) -> tuple[list[WeightIdentity], bytes]:
+def weights_stamp(
+    *modules: nn.Module,
+    reads_values: bool = True,
+) -> tuple[list[WeightIdentity], bytes]:
     """A value that changes when weights do, read from a sample of each weight.
 
     It holds each weight's identity, and some of its values. A write that torch does not count may
     change other values only. `weights_checksum` notices every write.
+
+    Args:
+        reads_values: whether it holds values. Without them, weights that are mapped from a file
+            stay on the disk.
     """
     identities: list[WeightIdentity] = []
     samples: list[Tensor] = []
@@ -150,7 +165,7 @@ def weights_stamp(*modules: nn.Module) -> tuple[list[WeightIdentity], bytes]:
         identities.append((id(weight), num_writes, weight.dtype))
 
         # Subclasses of Tensor, such as quantized weights, have no plain values to sample.
-        if type(weight.data) is Tensor:
+        if reads_values and type(weight.data) is Tensor:
             stride = max(1, weight.numel() // _SAMPLE_SIZE)
             sample = weight.data.flatten()[::stride].contiguous()
             samples.append(sample.view(torch.uint8).cpu())
