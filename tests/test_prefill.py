@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_specdec.decoding import Session, autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter
-from lightning_specdec.models import attention, prefill
+from lightning_specdec.models import KVState, attention, prefill
 from lightning_specdec.models.attention import StateCache, continued_mask, grouped_attention
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.packed import PackedLinear, computes_natively
@@ -160,6 +160,7 @@ def test_garbage_after_a_row_changes_nothing(limit_parts: Callable[[int], None])
     dirty_state = model.init_state(2, NUM_TOKENS)
     for state in (clean_state, dirty_state):
         model(tokens[:, :7], state, valid_lengths=[7, 3])
+    assert isinstance(dirty_state, KVState)
     for keys, values in dirty_state.storage.layers.values():
         for row, length in enumerate(dirty_state.consumed):
             keys[row, :, length:] = 1e4
@@ -269,8 +270,12 @@ def test_layers_read_at_most_a_part(
         assert set(mask_columns) == {0}
 
 
+@pytest.mark.parametrize("block", [2, 256])
 @torch.inference_mode()
-def test_attention_without_a_mask_is_attention_with_one() -> None:
+def test_attention_without_a_mask_is_attention_with_one(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     for num_heads, num_key_heads in ((4, 4), (6, 2), (9, 3)):
         query = torch.randn(2, num_heads, 5, 16, generator=generator)

@@ -765,13 +765,12 @@ class HuggingFaceLM(LanguageModel):
 
     @property
     def _continues_without_mask(self) -> bool:
-        """Whether attention over earlier tokens is the same with `continued_mask`. Tried at the
-        first use."""
+        """Whether attention to earlier tokens accepts `continued_mask`. Tried at the first use."""
+        is_replaced = self.model.config._attn_implementation == attention.NAME
+        if not is_replaced or self.device.type != "cpu":
+            return False
         if self._accepts_continued_mask is None:
-            is_replaced = self.model.config._attn_implementation == attention.NAME
-            self._accepts_continued_mask = (
-                is_replaced and self.device.type == "cpu" and self._same_with_continued_mask()
-            )
+            self._accepts_continued_mask = self._same_with_continued_mask()
         return self._accepts_continued_mask
 
     @torch.no_grad()
