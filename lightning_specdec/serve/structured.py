@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_specdec.rules import Grammar
-from lightning_specdec.rules.grammar import json_rule
 from lightning_specdec.serve.protocol import ApiError, ChatRequest, CommonRequest
+from lightning_specdec.text.grammar import json_rule
 
 MAX_TOOLS = 128
 """Most tools of a request, as in OpenAI's API."""
