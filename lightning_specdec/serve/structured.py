@@ -113,7 +113,7 @@ def requested_tools(request: ChatRequest) -> list[Tool]:
     Raises:
         ApiError: a tool is wrong.
     """
-    tools = []
+    tools: list[Tool] = []
     if len(request.tools) > MAX_TOOLS:
         raise ApiError(f"tools takes up to {MAX_TOOLS} functions", param="tools")
     for i, description in enumerate(request.tools):

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -108,9 +108,9 @@ class GrammarTokens:
         return tokens
 
 
-def _is_text(text: bytes | None) -> bool:
+def _is_text(text: bytes | None) -> TypeGuard[bytes]:
     # The library takes the byte 0xFF, which no text has, for the beginning of a special token.
-    return bool(text) and not text.startswith(b"\xff")
+    return text is not None and text != b"" and not text.startswith(b"\xff")
 
 
 def _first_bytes(vocabulary: Vocabulary, token: int, text: bytes | None) -> bytes | None:
