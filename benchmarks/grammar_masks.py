@@ -69,7 +69,7 @@ def main() -> None:
     decoder = SpeculativeDecoder.from_pretrained(options.target, options.draft)
     prompts = [decoder.encode_chat(question) for question in QUESTIONS]
     processors = (Grammar.json_schema(SCHEMA),)
-    limits = {"max_new_tokens": options.max_new_tokens}
+    limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
     ways: dict[str, Callable[[list[int]], DecodeResult]] = {
         "standard": lambda prompt: decoder.decode_standard(
             [prompt], processors=processors, **limits
