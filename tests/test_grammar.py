@@ -207,7 +207,12 @@ def test_rows_with_different_grammars_have_the_tokens_that_they_have_alone(
     generator = random.Random(3)
     model = target_of(target)
     drafter_object = cases.drafter(drafter, target)
-    settings = {"num_draft_tokens": 3, "rule": rule, "temperature": 1.0, "eos": (EOS,)}
+    settings: dict[str, Any] = {
+        "num_draft_tokens": 3,
+        "rule": rule,
+        "temperature": 1.0,
+        "eos": (EOS,),
+    }
     session = Session(model, drafter_object, max_length=40, **settings)
     grammars: list[Any] = [*GRAMMARS, None]
     rows: list[tuple[Request, dict[str, Any]]] = []
@@ -215,7 +220,11 @@ def test_rows_with_different_grammars_have_the_tokens_that_they_have_alone(
         if len(rows) < 10 and generator.random() < 0.6:
             name = grammars[len(rows) % len(grammars)]
             processors = () if name is None else (GRAMMARS[name][0],)
-            options = {"processors": processors, "max_new_tokens": NUM_NEW, "index": len(rows)}
+            options: dict[str, Any] = {
+                "processors": processors,
+                "max_new_tokens": NUM_NEW,
+                "index": len(rows),
+            }
             prompt = cases.PROMPTS[generator.randrange(len(cases.PROMPTS))]
             row = session.add(prompt, **options)
             rows.append((row, options))

@@ -12,7 +12,8 @@ import tiny_tokenizers
 import torch
 
 from lightning_specdec.rules import Grammar
-from lightning_specdec.rules.grammar import CompiledGrammar, GrammarMask, GrammarTokens
+from lightning_specdec.rules.grammar import GrammarMask
+from lightning_specdec.text.grammar import CompiledGrammar, GrammarTokens
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
 
 TEXTS = ["the cat sat", "the dog sat on 12 €", "12", "naïve 🙂", " the log", "a", "a guess"]
@@ -44,7 +45,7 @@ class Walk:
         self.vocab_size = len(self.vocabulary) + 3
         self.eos = self.vocabulary.special.get("eos", 0)
         tokens = GrammarTokens(self.vocabulary)
-        compiled = CompiledGrammar(grammar, tokens, tokenizer)
+        compiled = CompiledGrammar(grammar.kind, grammar.source, tokens, tokenizer)
         self.mask = GrammarMask(compiled, 0, frozenset({self.eos}), self.vocab_size)
         self.tokens: list[int] = []
         self.generator = random.Random(seed)
@@ -141,3 +142,12 @@ def test_certain_text_is_spelled_as_the_tokenizer_does(kind: str) -> None:
     text = tokenizer.decode([first_token, *forced[:-1]])
     assert re.fullmatch("x the cat sat on the mat", text)
     assert walk.mask.forced_tokens(walk.tokens, 3) == forced[:3]
+
+
+def test_endless_certain_text_is_read_as_far_as_it_is_drafted() -> None:
+    """A billion letters, of which the library would make as many states."""
+    walk = Walk(ByteTokenizer(), Grammar.regex("((a{1000}){1000}){1000}"))
+    for _ in range(5):
+        assert walk.mask.forced_tokens(walk.tokens, 3) == [ord("a")] * 3
+        assert walk.mask.error == ""
+        walk.tokens.append(ord("a"))

@@ -24,8 +24,8 @@ from lightning_specdec.drafters import (
     NGramDrafter,
     NGramWithFallback,
     TargetContext,
+    known_tokens,
     last_two_tokens_of,
-    ngram_with_fallback,
 )
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import EpsilonThreshold, RejectionSampling, Sampling
@@ -137,7 +137,7 @@ def test_rows_of_a_batch_have_the_drafts_that_each_has_alone(kind: str) -> None:
     target = cases.target(name)
     drafter = NGramWithFallback(cases.LONG_MATCHES, make(target))
     mixed: list[Any] = []
-    joined = ngram_with_fallback._joined
+    joined = known_tokens._joined
 
     def noted(*drafts: Any) -> Draft:
         mixed.append(drafts)
@@ -149,7 +149,7 @@ def test_rows_of_a_batch_have_the_drafts_that_each_has_alone(kind: str) -> None:
         "sampling": Sampling(0.7),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngram_with_fallback, "_joined", noted)
+        patch.setattr(known_tokens, "_joined", noted)
         batch = speculative_decode(target, drafter, PROMPTS, **options)
         assert len(mixed) > 1, "the rows are alike"
         for index, row in enumerate(batch.rows):
@@ -227,7 +227,7 @@ def test_whole_decodes_have_the_targets_distribution_and_a_wrong_report_is_found
 ) -> None:
     """Odds as in test_whole_decodes.py."""
     drafter = NGramWithFallback(NGramDrafter(), cases.DRAFTERS["unrelated"](whole_target("rnn")))
-    joined = ngram_with_fallback._joined
+    joined = known_tokens._joined
 
     def misreported(looked_up: Draft, guessed: Draft, exit_states: None) -> Draft:
         draft = joined(looked_up, guessed, exit_states)
@@ -242,7 +242,7 @@ def test_whole_decodes_have_the_targets_distribution_and_a_wrong_report_is_found
     expected.cache_clear()
     try:
         assert chi_square("rnn", decoded(drafter)) < BOUND
-        monkeypatch.setattr(ngram_with_fallback, "_joined", misreported)
+        monkeypatch.setattr(known_tokens, "_joined", misreported)
         assert chi_square("rnn", decoded(drafter)) > 2 * BOUND
     finally:
         expected.cache_clear()

@@ -234,8 +234,8 @@ def test_logprobs_are_the_targets(client: openai.OpenAI, decoder: SpeculativeDec
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"echo": True}, "echo"),
     ({"temperatur": 1}, "temperatur"),
     ({"temperature": -1}, "temperature"),

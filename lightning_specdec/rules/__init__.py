@@ -12,10 +12,12 @@ from lightning_specdec.rules.acceptance import make_rule as make_rule
 from lightning_specdec.rules.grammar import Grammar as Grammar
 from lightning_specdec.rules.sampling import GREEDY as GREEDY
 from lightning_specdec.rules.sampling import SOFTMAX as SOFTMAX
+from lightning_specdec.rules.sampling import BoundProcessor as BoundProcessor
 from lightning_specdec.rules.sampling import LogitBias as LogitBias
 from lightning_specdec.rules.sampling import LogitsProcessor as LogitsProcessor
 from lightning_specdec.rules.sampling import PresencePenalty as PresencePenalty
 from lightning_specdec.rules.sampling import Purpose as Purpose
+from lightning_specdec.rules.sampling import RowProcessor as RowProcessor
 from lightning_specdec.rules.sampling import RowSampling as RowSampling
 from lightning_specdec.rules.sampling import Sampling as Sampling
 from lightning_specdec.rules.sampling import column as column

@@ -7,8 +7,8 @@ prefix. What it read of rejected draft tokens is rolled back with the text.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -17,36 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_specdec.config.terminal import one_line, short
+from lightning_specdec.config.terminal import one_line
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules.sampling import BoundProcessor, RowProcessor
+from lightning_specdec.text.grammar import NO_TOKEN, CompiledGrammar, GrammarTokens, error_of
 from lightning_specdec.text.tokenizer import Tokenizer
-from lightning_specdec.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float
 
-EXTRA = "structured output needs llguidance: install lightning_specdec[structured]"
-
-MAX_ERROR_SIZE = 300
-"""Characters of an error of the library that are shown."""
-MAX_LEXER_STATES = 25_000
-"""States of a grammar's lexer, of 1 to 2 kB each, which are made while a text grows."""
-MAX_GRAMMAR_SYMBOLS = 200_000
-"""Symbols of a compiled grammar."""
 NUM_CACHED_MASKS = 64
 """Positions at the end of a text whose masks are kept: the draft and the target use each one."""
 NUM_CACHED_GRAMMARS = 64
 """Compiled grammars that are kept, since many requests use the same one."""
-NO_TOKEN = "no token of the model can continue the text"
-EOS_BYTES = b"\xff<eos>"
-"""How the library spells a special token. No text contains the byte 0xFF."""
-
-OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""The library would allow one spelling of text that is certain, and models have others."""
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Space between the parts of JSON. Without a limit, some models write spaces forever."""
-
 Schema = str | Mapping[str, Any] | bool
 
 
@@ -110,12 +93,6 @@ class Grammar(RowProcessor):
         quoted_texts = [json.dumps(text, ensure_ascii=False) for text in texts]
         return cls.lark(f"start: {' | '.join(quoted_texts)}")
 
-    @property
-    def title(self) -> str:
-        """What a message calls it."""
-        titles = {"json_schema": "JSON schema", "regex": "regular expression"}
-        return titles.get(self.kind, "grammar")
-
     def to_dict(self) -> dict[str, str]:
         """Plain values, for a record."""
         return {"kind": self.kind, "source": self.source}
@@ -154,194 +131,11 @@ class _ById:
         return id(self.value)
 
 
-class GrammarTokens:
-    """A vocabulary as the library takes it: each text of a token once.
-
-    Args:
-        vocabulary: of the target.
-
-    Attributes:
-        library_tokenizer: of `llguidance`.
-        later_ids: the library's number of each token's text; the last number is that of no text.
-        first_ids: the same at the start of a text, where some tokens are shown without a space.
-
-    Raises:
-        ValueError: `llguidance` is not installed, or the text of a token depends on what follows.
-    """
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        library = _library()
-        if vocabulary.num_stripped_at_end:
-            raise ValueError(
-                "grammars do not support this tokenizer, which removes spaces at the end of a text"
-            )
-        self.vocabulary = vocabulary
-        later_texts = vocabulary.token_bytes
-        first_texts = [
-            _first_bytes(vocabulary, token, text) for token, text in enumerate(later_texts)
-        ]
-
-        self._ids_by_text: dict[bytes, int] = {}
-        for text in (*later_texts, *first_texts):
-            if _is_text(text):
-                self._ids_by_text.setdefault(text, len(self._ids_by_text))
-        self.num_texts = len(self._ids_by_text)
-        self.later_ids = self._ids(later_texts)
-        self.first_ids = self._ids(first_texts)
-        self.has_first_forms = not np.array_equal(self.later_ids, self.first_ids)
-        self.longest_text = max(map(len, self._ids_by_text), default=1)
-        self._tokens_by_text: dict[bytes, int] = {}
-        for token, text in enumerate(later_texts):
-            if _is_text(text):
-                self._tokens_by_text.setdefault(text, token)
-
-        wrapper = library.TokenizerWrapper(_LibraryVocabulary([*self._ids_by_text, EOS_BYTES]))
-        self.library_tokenizer = library.LLTokenizer(wrapper, n_vocab=self.num_texts + 1)
-
-    def _ids(self, texts: Sequence[bytes | None]) -> Int[np.ndarray, "V"]:
-        ids = [self._ids_by_text.get(text or b"", self.num_texts) for text in texts]
-        return np.array(ids, dtype=np.int64)
-
-    def spell(self, text: bytes, tokenizer: Tokenizer | None) -> list[int]:
-        """Tokens of a text: those of the tokenizer, or the longest ones from left to right."""
-        if tokenizer is not None:
-            tokens = tokenizer.encode_plain(text.decode("utf-8", "ignore"))
-            if self.vocabulary.join(tokens) == text:
-                return tokens
-
-        tokens = []
-        start = 0
-        while start < len(text):
-            for end in range(min(start + self.longest_text, len(text)), start, -1):
-                token = self._tokens_by_text.get(text[start:end])
-                if token is not None:
-                    break
-            else:
-                break
-            tokens.append(token)
-            start = end
-        return tokens
-
-
-def _is_text(text: bytes | None) -> bool:
-    # The library takes the byte 0xFF, which no text has, for the beginning of a special token.
-    return bool(text) and not text.startswith(b"\xff")
-
-
-def _first_bytes(vocabulary: Vocabulary, token: int, text: bytes | None) -> bytes | None:
-    """What a token adds to the start of a text."""
-    if text is None:
-        return None
-    first_text = vocabulary.first_token_bytes.get(token, text)
-    for _ in range(vocabulary.num_stripped):
-        first_text = first_text.removeprefix(b" ")
-    return first_text
-
-
-class _LibraryVocabulary:
-    """The texts that the library's tokens stand for; the last one is EOS."""
-
-    bos_token_id = None
-
-    def __init__(self, texts: list[bytes]) -> None:
-        self.tokens = texts
-        self.eos_token_id = len(texts) - 1
-        self.special_token_ids = [self.eos_token_id]
-
-    def __call__(self, text: bytes) -> list[int]:
-        """The library calls this for tokens that it adds itself, which is never asked for."""
-        return []
-
-
-class CompiledGrammar:
-    """A grammar for the tokens of a target, shared by all rows that use it.
-
-    Args:
-        grammar: what a text must be.
-        tokens: of the target.
-        tokenizer: spells text that is certain; None if there is none.
-
-    Raises:
-        ValueError: the library refuses the grammar.
-    """
-
-    def __init__(
-        self, grammar: Grammar, tokens: GrammarTokens, tokenizer: Tokenizer | None
-    ) -> None:
-        library = _library()
-        self.tokens = tokens
-        self.tokenizer = tokenizer
-        limits = library.LLParserLimits(
-            max_lexer_states=MAX_LEXER_STATES,
-            max_grammar_size=MAX_GRAMMAR_SYMBOLS,
-            verbose_errors=False,
-        )
-        self._matcher = library.LLMatcher(
-            tokens.library_tokenizer, library_grammar(grammar), log_level=0, limits=limits
-        )
-        # The first mask shows what compiling does not, such as limits on a regular expression.
-        probe = self._matcher if self._matcher.is_error() else self.new_matcher()
-        if not probe.is_error() and not probe.is_stopped():
-            probe.compute_bitmask()
-        if probe.is_error():
-            raise ValueError(f"the {grammar.title} is refused: {error_of(probe)}")
-
-    def new_matcher(self) -> Any:
-        """A matcher at the start of a text."""
-        return self._matcher.deep_copy()
-
-
-def error_of(matcher: Any) -> str:
-    """The library's error in one line."""
-    if "NoExtensionBias" in matcher.get_error():
-        return NO_TOKEN
-    return shown_error(matcher.get_error())
-
-
-def shown_error(error: object) -> str:
-    """An error of the library in one line, without the grammar that it repeats."""
-    text = str(error).replace("<non-verbose/>", "")
-    return short(" ".join(text.split()), MAX_ERROR_SIZE)
-
-
-def library_grammar(grammar: Grammar) -> str:
-    """The grammar as the library takes it.
-
-    Raises:
-        ValueError: it has options of the library, or `llguidance` is not installed.
-    """
-    matcher = _library().LLMatcher
-    if grammar.kind == "json_schema":
-        lark = f"start: {json_rule(json.loads(grammar.source))}"
-    elif grammar.kind == "regex":
-        converted = json.loads(matcher.grammar_from_regex(grammar.source))
-        lark = converted["grammars"][0]["lark_grammar"]
-    else:
-        lark = grammar.source
-        if re.search(r"^\s*%llguidance", lark, re.MULTILINE):
-            raise ValueError("the grammar is refused: options by %llguidance are not supported")
-    return str(matcher.grammar_from_lark(OPTIONS + lark))
-
-
-def json_rule(schema: Mapping[str, Any] | bool) -> str:
-    """The right side of a rule of a Lark grammar that stands for JSON under a schema."""
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    options = {"whitespace_pattern": WHITESPACE}
-    own_options = schema.get("x-guidance")
-    if isinstance(own_options, Mapping):
-        options.update(own_options)
-    # A schema cannot choose to leave out what the library does not support.
-    library_schema = {**schema, "x-guidance": {**options, "lenient": False}}
-    return f"%json {json.dumps(library_schema)}"
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise ValueError(EXTRA) from None
-    return llguidance
+@lru_cache(maxsize=4)
+def _speller_of(tokenizer: _ById) -> Tokenizer | None:
+    """A copy of a tokenizer, since those of transformers may not be used by two threads at once."""
+    copied: Tokenizer | None = deepcopy(tokenizer.value)
+    return copied
 
 
 @lru_cache(maxsize=4)
@@ -351,7 +145,8 @@ def _tokens_of(vocabulary: _ById) -> GrammarTokens:
 
 @lru_cache(maxsize=NUM_CACHED_GRAMMARS)
 def _compile(grammar: Grammar, vocabulary: _ById, tokenizer: _ById) -> CompiledGrammar:
-    return CompiledGrammar(grammar, _tokens_of(vocabulary), tokenizer.value)
+    tokens = _tokens_of(vocabulary)
+    return CompiledGrammar(grammar.kind, grammar.source, tokens, _speller_of(tokenizer))
 
 
 class GrammarMask(BoundProcessor):
@@ -400,7 +195,10 @@ class GrammarMask(BoundProcessor):
         new_tokens = list(text[self.prompt_length : length])
         mask = self._masks.get(len(new_tokens))
         if mask is None or self._path[: len(new_tokens)] != new_tokens:
-            if not self._go_to(new_tokens) and not self.error:
+            fits = self._go_to(new_tokens)
+            if self.error:
+                return torch.full_like(scores, -torch.inf)
+            if not fits:
                 # After EOS or a draft token that cannot be accepted, nobody reads the scores.
                 return scores
             mask = self._mask()
@@ -412,11 +210,10 @@ class GrammarMask(BoundProcessor):
 
         The text is certain, its tokens need not be. They are only proposed.
         """
-        new_tokens = text[self.prompt_length :]
-        is_first = not new_tokens and self._tokens.has_first_forms
-        if is_first or not self._go_to(new_tokens):
+        new_tokens = list(text[self.prompt_length :])
+        if not new_tokens and self._tokens.has_first_forms:
             return []
-        forced_text = self._matcher.compute_ff_bytes()
+        forced_text = self._forced_text(new_tokens, count)
         tokens = self._tokens.spell(forced_text, self._tokenizer)[:count]
 
         # The text must be allowed token by token, too.
@@ -426,6 +223,36 @@ class GrammarMask(BoundProcessor):
         if len(forced) == len(tokens) < count and ends_here and len(self._eos) == 1:
             forced += self._eos_index
         return forced
+
+    def _forced_text(self, new_tokens: Sequence[int], count: int) -> bytes:
+        """The text that must follow, in up to `count` of the longest tokens.
+
+        The masks that show it are those that the target needs.
+        """
+        tokens = list(new_tokens)
+        forced_text = b""
+        for _ in range(count):
+            if not self._go_to(tokens):
+                break
+            piece = self._only_piece(self._mask())
+            if piece is None:
+                break
+            token, piece_bytes = piece
+            tokens.append(token)
+            forced_text += piece_bytes
+        return forced_text
+
+    def _only_piece(self, mask: Bool[Tensor, "V"]) -> tuple[int, bytes] | None:
+        """The longest allowed token, if the texts of all others are beginnings of its text."""
+        allowed = np.flatnonzero(~mask.numpy())
+        token_bytes = self._tokens.vocabulary.token_bytes
+        if not 0 < len(allowed) <= self._tokens.longest_text or not self._eos.isdisjoint(allowed):
+            return None
+        pieces = [token_bytes[token] or b"" for token in allowed]
+        longest = max(pieces, key=len)
+        if not all(longest.startswith(piece) for piece in pieces):
+            return None
+        return int(allowed[pieces.index(longest)]), longest
 
     def _go_to(self, new_tokens: Sequence[int]) -> bool:
         """Have the matcher read exactly these tokens. False if they do not fit the grammar."""

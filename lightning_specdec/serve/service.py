@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_specdec.decoding.requests import check_eos
 from lightning_specdec.rules import Grammar, LogitBias, PresencePenalty
-from lightning_specdec.rules.grammar import NUM_CACHED_GRAMMARS, library_grammar, shown_error
+from lightning_specdec.rules.grammar import NUM_CACHED_GRAMMARS
 from lightning_specdec.serve.answers import (
     AnswerFormat,
     ChatFormat,
@@ -28,6 +28,7 @@ from lightning_specdec.serve.protocol import (
     CompletionRequest,
 )
 from lightning_specdec.serve.structured import ToolUse, requested_grammar, tool_use
+from lightning_specdec.text.grammar import library_grammar, shown_error, title_of
 from lightning_specdec.text.tokenizer import Tokenizer
 
 
@@ -230,11 +231,13 @@ class Service:
             raise ValueError(f"the grammar exceeds the limit of {MAX_GRAMMAR_BYTES} characters")
         if grammar in self._tried:
             return
-        compiled_from = library_grammar(grammar)
+        compiled_from = library_grammar(grammar.kind, grammar.source)
         try:
             try_grammar(compiled_from)
         except ValueError as error:
-            raise ValueError(f"the {grammar.title} is refused: {shown_error(error)}") from None
+            raise ValueError(
+                f"the {title_of(grammar.kind)} is refused: {shown_error(error)}"
+            ) from None
         if len(self._tried) >= NUM_CACHED_GRAMMARS:
             self._tried.clear()
         self._tried.add(grammar)

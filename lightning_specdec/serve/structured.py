@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_specdec.rules import Grammar
-from lightning_specdec.rules.grammar import json_rule
 from lightning_specdec.serve.protocol import ApiError, ChatRequest, CommonRequest
+from lightning_specdec.text.grammar import json_rule
 
 MAX_TOOLS = 128
 """Most tools of a request, as in OpenAI's API."""
@@ -113,7 +113,7 @@ def requested_tools(request: ChatRequest) -> list[Tool]:
     Raises:
         ApiError: a tool is wrong.
     """
-    tools = []
+    tools: list[Tool] = []
     if len(request.tools) > MAX_TOOLS:
         raise ApiError(f"tools takes up to {MAX_TOOLS} functions", param="tools")
     for i, description in enumerate(request.tools):
