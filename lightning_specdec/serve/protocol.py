@@ -120,6 +120,7 @@ class CommonRequest(Settings):
     n: int = setting(1, minimum=1, maximum=MAX_CHOICES)
     stream: bool = False
     stream_options: Mapping[str, Any] | None = None
+    return_token_ids: bool = False
 
     @classmethod
     def read(cls: type[R], body: object) -> R:
@@ -152,6 +153,8 @@ class CommonRequest(Settings):
             raise ApiError("stop holds an empty string", param="stop")
         if self.stream_options is not None:
             self._check_stream_options(self.stream_options)
+        if self.return_token_ids and self.stream:
+            raise ApiError("return_token_ids is not supported in streams", param="return_token_ids")
         self.biases()
 
     def _check_stream_options(self, options: Mapping[str, Any]) -> None:

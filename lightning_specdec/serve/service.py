@@ -82,7 +82,12 @@ class Service:
         if max_new_tokens is None:
             max_new_tokens = max(1, self.engine.max_length - len(prompt))
         num_top_logprobs = request.top_logprobs or 0
-        answer_format = ChatFormat(self.model_name, self.names, with_scores=request.logprobs)
+        answer_format = ChatFormat(
+            self.model_name,
+            self.names,
+            with_scores=request.logprobs,
+            with_tokens=request.return_token_ids,
+        )
         return self._job(
             request,
             [prompt],
@@ -108,7 +113,12 @@ class Service:
                 prompts.append(prompt)
 
         with_scores = request.logprobs is not None
-        answer_format = CompletionFormat(self.model_name, self.names, with_scores=with_scores)
+        answer_format = CompletionFormat(
+            self.model_name,
+            self.names,
+            with_scores=with_scores,
+            with_tokens=request.return_token_ids,
+        )
         return self._job(
             request,
             prompts,
