@@ -144,6 +144,7 @@ class LawReport:
         temperature_ratio: temperature at which the tokens were drawn, as their likelihoods suggest,
             divided by that of the known distributions; None if all tokens are certain.
         temperature_error: standard error of that ratio.
+        false_alarm_odds: how often a test fails although the tokens were drawn correctly.
     """
 
     num_tokens: int
@@ -152,6 +153,7 @@ class LawReport:
     bin_shares: tuple[float, ...]
     temperature_ratio: float | None
     temperature_error: float | None
+    false_alarm_odds: float = FALSE_ALARM_ODDS
 
     @property
     def failed(self) -> bool:
@@ -278,4 +280,5 @@ def examine(
         bin_shares=bin_shares,
         temperature_ratio=temperature_ratio,
         temperature_error=temperature_error,
+        false_alarm_odds=odds,
     )

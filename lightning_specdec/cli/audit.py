@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from lightning_specdec.cli import audit_engine
+from lightning_specdec.cli.audit_engine import EngineSettings
 from lightning_specdec.cli.common import Loaded, counted, load, progress
 from lightning_specdec.cli.options import (
     MeasureSettings,
@@ -31,6 +33,7 @@ SUMMARY = "check that the output is the target's, for every draft, rule and samp
 EXAMPLES = """\
 lightning_specdec audit checkpoints/rnn.safetensors
 lightning_specdec audit --target ./llama --draft ./small-llama --temperatures 0 0.8
+lightning_specdec audit --target ./llama --engine http://127.0.0.1:8000 --temperature 0.8
 The exit code is 1 if something that should be lossless is not, or could not be checked."""
 
 LEGEND = {
@@ -68,10 +71,17 @@ class AuditSettings(OutputSettings):
     )
     num_draft_tokens: int = setting(3, "draft tokens per round", minimum=1, maximum=MAX_TOKENS)
     num_prompts: int = setting(
-        4, "how many of the models' own prompts to use if none are given", minimum=1
+        4,
+        "how many of the models' own prompts to use if none are given; with --engine, requests of "
+        f"each check; default: 4, or {audit_engine.NUM_PROMPTS} with --engine",
+        minimum=1,
     )
     max_new_tokens: int = setting(
-        32, "new tokens where outputs are compared", minimum=1, maximum=MAX_TOKENS
+        32,
+        "new tokens where outputs are compared; default: 32, or "
+        f"{audit_engine.MAX_NEW_TOKENS} with --engine",
+        minimum=1,
+        maximum=MAX_TOKENS,
     )
     num_places: int = setting(
         3, "positions where one round is enumerated", minimum=1, maximum=MAX_TOKENS
@@ -85,10 +95,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_settings("Sampling (with each temperature)", SamplingSettings, skip=("temperature",))
     parser.add_settings("Measure", MeasureSettings, skip=("repeats", "batch_size", "ignore_eos"))
     parser.add_settings("Output", AuditSettings)
+    parser.add_settings("A running server (--engine)", EngineSettings, skip=("output",))
 
 
 def run(options: Namespace) -> int:
     """Check every draft, rule, and sampling; returns 1 if one that should be lossless is not."""
+    if audit_engine.is_named(options):
+        return audit_engine.run(options)
     settings = chosen(options, AuditSettings)
     samplings = _samplings(options, settings)
     for name in settings.rules:

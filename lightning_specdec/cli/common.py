@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -136,6 +137,21 @@ def load(options: Namespace, *, num_own: int | None = None) -> Loaded:
     texts = [text for text, _ in encoded]
     prompts = [tokens for _, tokens in encoded]
     return Loaded(source, decoder, texts, prompts, settings.chat_template_kwargs)
+
+
+def load_prompts(
+    options: Namespace,
+    decoder: SpeculativeDecoder,
+    default: Sequence[Prompt],
+) -> EncodedPrompts:
+    """The prompts that the flags name; or the pair's own for a target without a tokenizer; or the
+    default ones."""
+    settings = chosen(options, PromptSettings)
+    user_prompts = _read_prompts(settings)
+    if user_prompts is None and decoder.tokenizer is None:
+        return _default_prompts(decoder, settings)
+    prompts = list(default) if user_prompts is None else user_prompts
+    return _encode_prompts(decoder, prompts, settings)
 
 
 def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:

@@ -104,7 +104,7 @@ class Choice:
         self._eos = tokenizer.eos
         self.text = ""
         self.scores: list[TokenScore] = []
-        self.num_tokens = 0
+        self.tokens: list[int] = []
         self.num_drafted = 0
         self.num_accepted = 0
         self.finish_reason: str | None = None
@@ -133,7 +133,7 @@ class Choice:
         )
         self.text += piece.text
         self.scores += piece.scores
-        self.num_tokens += len(update.tokens)
+        self.tokens += update.tokens
         self.num_drafted += update.num_drafted
         self.num_accepted += num_accepted
         return piece
@@ -174,7 +174,7 @@ class Usage:
 
     def to_dict(self) -> Json:
         """OpenAI's field `usage`."""
-        num_new_tokens = sum(choice.num_tokens for choice in self.choices)
+        num_new_tokens = sum(len(choice.tokens) for choice in self.choices)
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_new_tokens,
@@ -197,16 +197,25 @@ class AnswerFormat:
         model: the model's name.
         names: how tokens are written.
         with_scores: whether log probabilities were requested.
+        with_tokens: whether token ids were requested.
     """
 
     id_prefix: str
     object_name: str
     chunk_name: str
 
-    def __init__(self, model: str, names: TokenNames, *, with_scores: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        names: TokenNames,
+        *,
+        with_scores: bool,
+        with_tokens: bool = False,
+    ) -> None:
         self.model = model
         self.names = names
         self.with_scores = with_scores
+        self.with_tokens = with_tokens
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
@@ -214,10 +223,17 @@ class AnswerFormat:
         """The answer that is not streamed."""
         return {
             **self._head(self.object_name),
-            "choices": [self.whole_choice(choice) for choice in choices],
+            "choices": [self._whole_choice_with_tokens(choice) for choice in choices],
             "usage": usage.to_dict(),
             "speculative": usage.speculative(),
         }
+
+    def _whole_choice_with_tokens(self, choice: Choice) -> Json:
+        """A choice, with its tokens if they were requested; the one that ends it is included."""
+        content = self.whole_choice(choice)
+        if self.with_tokens:
+            content["token_ids"] = choice.tokens
+        return content
 
     def chunk(self, choices: list[Json], *, usage: Usage | None, asks_usage: bool) -> Json:
         """A chunk of a stream."""
@@ -308,8 +324,16 @@ class ToolFormat(ChatFormat):
         use: how the text of an answer is read.
     """
 
-    def __init__(self, model: str, names: TokenNames, use: ToolUse, *, with_scores: bool) -> None:
-        super().__init__(model, names, with_scores=with_scores)
+    def __init__(
+        self,
+        model: str,
+        names: TokenNames,
+        use: ToolUse,
+        *,
+        with_scores: bool,
+        with_tokens: bool,
+    ) -> None:
+        super().__init__(model, names, with_scores=with_scores, with_tokens=with_tokens)
         self.use = use
         self._streams: dict[int, ToolStream] = {}
 
@@ -346,8 +370,15 @@ class CompletionFormat(AnswerFormat):
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, model: str, names: TokenNames, *, with_scores: bool) -> None:
-        super().__init__(model, names, with_scores=with_scores)
+    def __init__(
+        self,
+        model: str,
+        names: TokenNames,
+        *,
+        with_scores: bool,
+        with_tokens: bool = False,
+    ) -> None:
+        super().__init__(model, names, with_scores=with_scores, with_tokens=with_tokens)
         # Characters of the tokens that each choice has sent, for `text_offset`.
         self._offsets: dict[int, int] = {}
 

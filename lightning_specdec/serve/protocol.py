@@ -125,6 +125,7 @@ class CommonRequest(Settings):
     guided_regex: str | None = None
     guided_choice: Any = None
     guided_grammar: str | None = None
+    return_token_ids: bool = False
 
     @classmethod
     def read(cls: type[R], body: object) -> R:
@@ -157,6 +158,8 @@ class CommonRequest(Settings):
             raise ApiError("stop holds an empty string", param="stop")
         if self.stream_options is not None:
             self._check_stream_options(self.stream_options)
+        if self.return_token_ids and self.stream:
+            raise ApiError("return_token_ids is not supported in streams", param="return_token_ids")
         self.biases()
 
     def _check_stream_options(self, options: Mapping[str, Any]) -> None:

@@ -93,10 +93,13 @@ class Service:
         if max_new_tokens is None:
             max_new_tokens = max(1, self.engine.max_length - len(prompt))
         num_top_logprobs = request.top_logprobs or 0
-        with_scores = request.logprobs
-        answer_format = ChatFormat(self.model_name, self.names, with_scores=with_scores)
+        format_options = {
+            "with_scores": request.logprobs,
+            "with_tokens": request.return_token_ids,
+        }
+        answer_format = ChatFormat(self.model_name, self.names, **format_options)
         if use is not None:
-            answer_format = ToolFormat(self.model_name, self.names, use, with_scores=with_scores)
+            answer_format = ToolFormat(self.model_name, self.names, use, **format_options)
         return self._job(
             request,
             [prompt],
@@ -123,7 +126,12 @@ class Service:
                 prompts.append(prompt)
 
         with_scores = request.logprobs is not None
-        answer_format = CompletionFormat(self.model_name, self.names, with_scores=with_scores)
+        answer_format = CompletionFormat(
+            self.model_name,
+            self.names,
+            with_scores=with_scores,
+            with_tokens=request.return_token_ids,
+        )
         return self._job(
             request,
             prompts,
