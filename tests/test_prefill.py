@@ -270,12 +270,8 @@ def test_layers_read_at_most_a_part(
         assert set(mask_columns) == {0}
 
 
-@pytest.mark.parametrize("block", [2, 256])
 @torch.inference_mode()
-def test_attention_without_a_mask_is_attention_with_one(
-    block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+def test_attention_without_a_mask_is_attention_with_one() -> None:
     generator = torch.Generator().manual_seed(0)
     for num_heads, num_key_heads in ((4, 4), (6, 2), (9, 3)):
         query = torch.randn(2, num_heads, 5, 16, generator=generator)

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 NAME = "lightning_specdec"
 """Name of `grouped_attention` in transformers: the value of `config._attn_implementation`."""
-QUERY_BLOCK = 256
-"""Queries that attend to earlier keys and to one another in one call of a kernel. Among themselves,
-the kernel computes all pairs, although half of them are masked."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 """Families with two-sided attention. As decoders, some of them do not count positions from 0."""
@@ -149,32 +146,10 @@ def _continued_attention(
         value = value.float()
 
     num_tokens = query.shape[2]
-    num_earlier = key.shape[2] - num_tokens
-    outputs = []
-    for start in range(0, num_tokens, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, num_tokens)
-        num_visible = num_earlier + end
-        block_output = _attention_of_last_queries(
-            query[:, :, start:end],
-            key[:, :, :num_visible],
-            value[:, :, :num_visible],
-            options.get("scaling"),
-        )
-        outputs.append(block_output.transpose(1, 2))
-    return torch.cat(outputs, dim=1).to(dtype)
-
-
-def _attention_of_last_queries(
-    query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B G S D"],
-    value: Float[Tensor, "B G S D"],
-    scale: float | None,
-) -> Float[Tensor, "B H T D"]:
-    """`_continued_attention` of one block of queries."""
-    num_tokens = query.shape[2]
     num_key_heads = key.shape[1]
     num_groups = query.shape[1] // num_key_heads
     num_earlier = key.shape[2] - num_tokens
+    scale = options.get("scaling")
 
     recent_output, recent_sums = _flash_attention(
         query,
@@ -183,9 +158,6 @@ def _attention_of_last_queries(
         is_causal=True,
         scale=scale,
     )
-    if num_earlier == 0:
-        return recent_output
-
     # The query heads that share a key head are laid one after another along the query axis, which
     # makes the kernel's blocks of queries larger.
     earlier_output, earlier_sums = _flash_attention(
@@ -205,7 +177,7 @@ def _attention_of_last_queries(
     # The sums are logarithms, so this is the earlier keys' share of both sums.
     earlier_share = torch.sigmoid(earlier_sums - recent_sums)[..., None]
     recent_by_group.lerp_(earlier_by_group, earlier_share.to(recent_output.dtype))
-    return recent_output
+    return recent_output.to(dtype).transpose(1, 2).contiguous()
 
 
 def _flash_attention(

@@ -1,7 +1,7 @@
 """Prefill in parts: a call on many tokens is read a part at a time.
 
-Activations and attention masks are then as large as a part, however long the text is. On a CPU a
-part's activations also stay in the processor's caches, which makes each token faster.
+Activations and attention masks then do not grow with the square of the text, and no row is padded
+to a longer one.
 
 Shapes: B rows, T tokens, N scored positions, D hidden size, V vocabulary.
 """
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     Places = Int[Tensor, "B N"] | slice | None
 
-LONGEST_PART = {"cpu": 512, "cuda": 4096}
-"""Most tokens of each row in one part, by the type of device. A GPU needs many tokens to be busy,
-and starting its kernels costs more than a CPU's caches save."""
+LONGEST_PART = {"cpu": 1024, "cuda": 4096}
+"""Most tokens of each row in one part, by the type of device. On a CPU, smaller parts were slower
+(docs/log/2026-11.md). A GPU needs more tokens to be busy; its number is not measured."""
 NOTHING = slice(0, 0)
 """Selects no positions of a call."""
 
