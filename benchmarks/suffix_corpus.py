@@ -100,7 +100,7 @@ def main() -> None:
     record = {"manifest": manifest(options=settings, device=torch.device("cpu")), "rows": rows}
     with replaced(Path(options.output)) as file:
         file.write((json.dumps(record, indent=1) + "\n").encode())
-    print(table(record))
+    print(table(rows))
 
 
 def compare(
@@ -325,10 +325,10 @@ def _generate_answers(options: argparse.Namespace, tokenizer: TextTokenizer) -> 
     return {"singles": singles, "chats": chats}
 
 
-def table(record: dict[str, Any]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """The acceptance lengths, side by side."""
     cells: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in record["rows"]:
+    for row in rows:
         key = (row["task"], row["num_draft_tokens"])
         cells.setdefault(key, {})[row["drafter"]] = row
     lines = []

@@ -22,21 +22,24 @@ PRIOR_RATE = 0.8
 PRIOR_WEIGHT = 2.0
 """Number of tests that the prior rate is worth."""
 
-NEIGHBOR_WEIGHT = 6.0
+NEIGHBOR_WEIGHT = 8.0
 """Number of tests that the rate of the previous position is worth to a position."""
 
 MEMORY = 30.0
 """Number of tests of a position that are remembered; older ones fade."""
 
-BUDGET = 0.9
-"""Loss that drafting may add up to before it stops, in rounds of standard decoding. It is 1.4% of
+BUDGET = 1.0
+"""Loss that drafting may add up to before it stops, in rounds of standard decoding. It is 1.6% of
 64 tokens."""
 
-BUDGET_PER_TOKEN = 0.005
+BUDGET_PER_TOKEN = 0.004
 """What each token adds to a budget that was used, in rounds of standard decoding."""
 
-ENOUGH_TESTS = 4
-"""Tests of a draft's first token after which its acceptance rate is believed."""
+LARGEST_DEBT = 1.5
+"""Loss after which another trial is due at the latest when the budget is back, in the same unit."""
+
+PROVEN = 1
+"""Drafts with an accepted token after which a drafter is known not to be useless."""
 
 MOST_CREDIT = 6.0
 """Gain of earlier rounds that a draft may lose again before it stops, in the same unit. With less,
@@ -262,8 +265,8 @@ class Stage:
         self.positions[0] = Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT)
         self.offers = Rate(1.0, 1.0)
         """How often it made a token: a lookup may find nothing."""
-        self.num_tests = 0
-        """How many drafts were tested."""
+        self.num_right = 0
+        """Drafts of which a token was accepted."""
 
     @property
     def offer_rate(self) -> float:
@@ -285,8 +288,8 @@ class Stage:
     def learn(self, num_made: int, num_accepted: int) -> None:
         """Learn from a draft: the accepted tokens were tested, and the rejected one after them."""
         num_tested = min(num_made, num_accepted + 1)
-        if num_tested:
-            self.num_tests += 1
+        if num_accepted:
+            self.num_right += 1
         for i in range(num_tested):
             self.positions[i].count(i < num_accepted)
 
@@ -464,9 +467,9 @@ class Controller:
     def _allowed(self, largest: int, stage: Stage, available: float) -> int:
         """The largest window up to `largest` that a stage may draft with.
 
-        A stage that was hardly tested may have a useless draft, so all its tokens may be rejected.
+        A draft that was hardly ever right may be useless, so all its tokens may be rejected.
         """
-        if stage.num_tests >= ENOUGH_TESTS:
+        if stage.num_right >= PROVEN:
             return largest if available > 0 else 0
         allowed = 0
         for choice in self.choices:
@@ -512,7 +515,9 @@ class Controller:
 
         if self.balance < 0:
             self.balance = min(0.0, self.balance + BUDGET_PER_TOKEN * num_tokens)
-        self.balance = min(MOST_CREDIT, self.balance + num_tokens - seconds / standard)
+        balance = self.balance + num_tokens - seconds / standard
+        # A wide draft may lose more than the budget at once. It still gets a trial later.
+        self.balance = min(MOST_CREDIT, max(-LARGEST_DEBT, balance))
 
 
 class _SharedPlan(Plan):
