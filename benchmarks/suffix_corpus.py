@@ -134,10 +134,11 @@ def compare(
 def replay(drafter: LookupDrafter, task: Task, window: int) -> dict[str, Any]:
     """Decode the turns one by one. Returns counts, and seconds of proposals."""
     counts: Counter[str] = Counter()
-    proposal_seconds = []
-    prompt_seconds = []
+    proposal_seconds: list[float] = []
+    prompt_seconds: list[float] = []
     state = drafter.init_state(1, 2**20)
     tail = torch.zeros(1, 2, dtype=torch.long)
+    text: list[int] = []
     for turn in task:
         if turn.continues:
             state.resume(0, _num_shared(text, turn.prompt))

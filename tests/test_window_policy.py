@@ -168,19 +168,19 @@ def test_a_lookup_is_used_where_its_fallback_costs_more_than_it_gains() -> None:
 
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
-def test_a_useless_draft_never_costs_over_two_per_cent_of_64_tokens(
+def test_a_useless_draft_never_costs_over_three_per_cent_of_64_tokens(
     name: str, num_rows: int
 ) -> None:
     costs = COSTS[name]
     rounds = simulate(costs, Text(0.0, num_rows=num_rows))
-    assert slowest_run(costs, rounds) <= 1.02
+    assert slowest_run(costs, rounds) <= 1.03
     assert seconds_per_token(costs, Text(0.0, num_rows=num_rows)) <= 1.01
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
 def test_a_useless_lookup_and_fallback_cost_no_more(num_rows: int) -> None:
     rounds = simulate(WITH_LOOKUP, Text(0.0, num_rows=num_rows))
-    assert slowest_run(WITH_LOOKUP, rounds) <= 1.02
+    assert slowest_run(WITH_LOOKUP, rounds) <= 1.03
     assert seconds_per_token(WITH_LOOKUP, Text(0.0, num_rows=num_rows)) <= 1.01
 
 

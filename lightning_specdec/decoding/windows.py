@@ -22,7 +22,7 @@ PRIOR_RATE = 0.8
 PRIOR_WEIGHT = 2.0
 """Number of tests that the prior rate is worth."""
 
-NEIGHBOR_WEIGHT = 8.0
+NEIGHBOR_WEIGHT = 6.0
 """Number of tests that the rate of the previous position is worth to a position."""
 
 MEMORY = 30.0
@@ -32,14 +32,11 @@ BUDGET = 1.0
 """Loss that drafting may add up to before it stops, in rounds of standard decoding. It is 1.6% of
 64 tokens."""
 
-BUDGET_PER_TOKEN = 0.004
+BUDGET_PER_TOKEN = 0.006
 """What each token adds to a budget that was used, in rounds of standard decoding."""
 
 LARGEST_DEBT = 1.5
 """Loss after which another trial is due at the latest when the budget is back, in the same unit."""
-
-PROVEN = 1
-"""Drafts with an accepted token after which a drafter is known not to be useless."""
 
 MOST_CREDIT = 6.0
 """Gain of earlier rounds that a draft may lose again before it stops, in the same unit. With less,
@@ -265,8 +262,6 @@ class Stage:
         self.positions[0] = Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT)
         self.offers = Rate(1.0, 1.0)
         """How often it made a token: a lookup may find nothing."""
-        self.num_right = 0
-        """Drafts of which a token was accepted."""
 
     @property
     def offer_rate(self) -> float:
@@ -288,8 +283,6 @@ class Stage:
     def learn(self, num_made: int, num_accepted: int) -> None:
         """Learn from a draft: the accepted tokens were tested, and the rejected one after them."""
         num_tested = min(num_made, num_accepted + 1)
-        if num_accepted:
-            self.num_right += 1
         for i in range(num_tested):
             self.positions[i].count(i < num_accepted)
 
@@ -328,9 +321,9 @@ class Controller:
     two windows: one for rows in which its lookup finds something, and one for the others, which
     cost a draft of the fallback.
 
-    What drafts lose against standard decoding is limited by a balance: a round is drafted only if
-    the balance stays above `-BUDGET` even if all its tokens are rejected. Gains raise the balance.
-    While drafts do not seem to pay, what the balance allows is used to try one draft token.
+    What drafts lose against standard decoding is limited by a balance: nothing is drafted while it
+    is below `-BUDGET`. Gains raise the balance. While drafts do not seem to pay, what the balance
+    allows is used to try one draft token.
 
     Args:
         costs: measured costs.
@@ -458,26 +451,11 @@ class Controller:
             lookup_window = smallest
             self.balance = min(self.balance, 0.0)
 
-        self.draft_window = self._allowed(draft_window, self.draft, available)
-        self.lookup_window = 0
-        if self.lookup is not None:
-            self.lookup_window = self._allowed(lookup_window, self.lookup, available)
-        self.window = max(self.lookup_window, self.draft_window)
-
-    def _allowed(self, largest: int, stage: Stage, available: float) -> int:
-        """The largest window up to `largest` that a stage may draft with.
-
-        A draft that was hardly ever right may be useless, so all its tokens may be rejected.
-        """
-        if stage.num_right >= PROVEN:
-            return largest if available > 0 else 0
-        allowed = 0
-        for choice in self.choices:
-            is_draft = stage is self.draft
-            loss = self._loss(0, choice) if is_draft else self._loss(choice, 0)
-            if choice <= largest and loss <= available:
-                allowed = choice
-        return allowed
+        if available <= 0:
+            draft_window = lookup_window = 0
+        self.draft_window = draft_window
+        self.lookup_window = lookup_window
+        self.window = max(lookup_window, draft_window)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Learn from a round, up to each row's first rejection: later noise is used again."""
