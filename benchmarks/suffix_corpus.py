@@ -100,7 +100,7 @@ def main() -> None:
     record = {"manifest": manifest(options=settings, device=torch.device("cpu")), "rows": rows}
     with replaced(Path(options.output)) as file:
         file.write((json.dumps(record, indent=1) + "\n").encode())
-    print(table(record))
+    print(table(rows))
 
 
 def compare(
@@ -134,10 +134,11 @@ def compare(
 def replay(drafter: LookupDrafter, task: Task, window: int) -> dict[str, Any]:
     """Decode the turns one by one. Returns counts, and seconds of proposals."""
     counts: Counter[str] = Counter()
-    proposal_seconds = []
-    prompt_seconds = []
+    proposal_seconds: list[float] = []
+    prompt_seconds: list[float] = []
     state = drafter.init_state(1, 2**20)
     tail = torch.zeros(1, 2, dtype=torch.long)
+    text: list[int] = []
     for turn in task:
         if turn.continues:
             state.resume(0, _num_shared(text, turn.prompt))
@@ -325,10 +326,10 @@ def _generate_answers(options: argparse.Namespace, tokenizer: TextTokenizer) -> 
     return {"singles": singles, "chats": chats}
 
 
-def table(record: dict[str, Any]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """The acceptance lengths, side by side."""
     cells: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in record["rows"]:
+    for row in rows:
         key = (row["task"], row["num_draft_tokens"])
         cells.setdefault(key, {})[row["drafter"]] = row
     lines = []

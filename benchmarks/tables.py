@@ -19,6 +19,7 @@ import kills
 import markdown_tables
 import peers_tables
 import record_tables
+import suffix_corpus
 
 from lightning_specdec.bench.records import HUGGING_FACE, Comparison
 from lightning_specdec.bench.results import read
@@ -229,6 +230,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "draft_comparison": table_of(draft_comparison.table, "draft_comparison", "drafts"),
     "engines": table_of(record_tables.engines_table, "engines"),
     "kills": table_of(kills.table, "kills"),
+    "suffix_corpus": table_of(suffix_corpus.table, "suffix_corpus"),
     "rnn_speed": table_of(record_tables.rnn_speed_table, "rnn_speed"),
     "smollm2_calls": table_of(record_tables.smollm2_calls_table, "smollm2_calls_openvino"),
     "smollm2_draft_kinds": table_of(

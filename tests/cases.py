@@ -248,9 +248,7 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "repeater": lambda target: Repeater(),
     "ngram": lambda target: NGramDrafter(),
     "ngram_2_4": lambda target: NGramDrafter(max_ngram=4, min_ngram=2),
-    "suffix_corpus": lambda target: SuffixCorpusDrafter().with_texts(
-        [range(target.vocab_size)] * 2
-    ),
+    "suffix_corpus": lambda target: SuffixCorpusDrafter(memory_tokens=0),
     "cross": lambda target: cross(related(target)),
     "cross_hotter": lambda target: cross(related(target), sampling=Sampling(1.5, top_k=3)),
     "wrong": lambda target: AlwaysWrong(target),
@@ -282,7 +280,7 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     ),
     "lookup_first": lambda target: NGramWithFallback(LONG_MATCHES, ModelDrafter(related(target))),
     "lookup_suffix": lambda target: SuffixCorpusWithFallback(
-        SuffixCorpusDrafter(), ModelDrafter(related(target))
+        SuffixCorpusDrafter(memory_tokens=0), ModelDrafter(related(target))
     ),
     "lookup_heads": lambda target: NGramWithFallback(LONG_MATCHES, heads(target)),
     "lookup_exit": lambda target: NGramWithFallback(LONG_MATCHES, EarlyExitDrafter(1)),

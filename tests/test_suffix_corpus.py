@@ -1,6 +1,7 @@
 """The suffix corpus drafts what most often followed, remembers within bounds, and changes nothing.
 
-Its laws of losslessness are those of every drafter (`cases.py`).
+Its laws of losslessness are those of every drafter (`cases.py`), there without a memory, since some
+compare the rounds of two runs.
 """
 
 from __future__ import annotations
@@ -209,6 +210,29 @@ def test_an_earlier_request_is_drafted_and_a_fresh_copy_has_forgotten_it() -> No
     for _ in range(2):
         result = speculative_decode(target, forgetful, cases.PROMPTS[1], **options)
         assert result.block_efficiency == first.block_efficiency
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("target", ["rnn", "transformer"])
+def test_earlier_requests_change_no_token(target: str, temperature: float) -> None:
+    """Ragged batches one after the other, and all rows of a batch share the memory."""
+    drafter = SuffixCorpusDrafter(memory_tokens=150)
+    sampling = Sampling(temperature)
+    expected = cases.standard(target, sampling, 24).tokens
+    efficiencies = []
+    for window in (1, 3, 8):
+        result = speculative_decode(
+            cases.target(target),
+            drafter,
+            cases.PROMPTS,
+            max_new_tokens=24,
+            sampling=sampling,
+            eos=cases.EOS,
+            num_draft_tokens=window,
+        )
+        assert result.tokens == expected
+        efficiencies.append(result.block_efficiency or 0)
+    assert efficiencies[2] > efficiencies[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -28,15 +28,15 @@ NEIGHBOR_WEIGHT = 6.0
 MEMORY = 30.0
 """Number of tests of a position that are remembered; older ones fade."""
 
-BUDGET = 0.9
-"""Loss that drafting may add up to before it stops, in rounds of standard decoding. It is 1.4% of
+BUDGET = 1.0
+"""Loss that drafting may add up to before it stops, in rounds of standard decoding. It is 1.6% of
 64 tokens."""
 
-BUDGET_PER_TOKEN = 0.005
+BUDGET_PER_TOKEN = 0.006
 """What each token adds to a budget that was used, in rounds of standard decoding."""
 
-ENOUGH_TESTS = 4
-"""Tests of a draft's first token after which its acceptance rate is believed."""
+LARGEST_DEBT = 1.5
+"""Loss after which another trial is due at the latest when the budget is back, in the same unit."""
 
 MOST_CREDIT = 6.0
 """Gain of earlier rounds that a draft may lose again before it stops, in the same unit. With less,
@@ -262,8 +262,6 @@ class Stage:
         self.positions[0] = Rate(PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT)
         self.offers = Rate(1.0, 1.0)
         """How often it made a token: a lookup may find nothing."""
-        self.num_tests = 0
-        """How many drafts were tested."""
 
     @property
     def offer_rate(self) -> float:
@@ -285,8 +283,6 @@ class Stage:
     def learn(self, num_made: int, num_accepted: int) -> None:
         """Learn from a draft: the accepted tokens were tested, and the rejected one after them."""
         num_tested = min(num_made, num_accepted + 1)
-        if num_tested:
-            self.num_tests += 1
         for i in range(num_tested):
             self.positions[i].count(i < num_accepted)
 
@@ -325,9 +321,9 @@ class Controller:
     two windows: one for rows in which its lookup finds something, and one for the others, which
     cost a draft of the fallback.
 
-    What drafts lose against standard decoding is limited by a balance: a round is drafted only if
-    the balance stays above `-BUDGET` even if all its tokens are rejected. Gains raise the balance.
-    While drafts do not seem to pay, what the balance allows is used to try one draft token.
+    What drafts lose against standard decoding is limited by a balance: nothing is drafted while it
+    is below `-BUDGET`. Gains raise the balance. While drafts do not seem to pay, what the balance
+    allows is used to try one draft token.
 
     Args:
         costs: measured costs.
@@ -455,26 +451,11 @@ class Controller:
             lookup_window = smallest
             self.balance = min(self.balance, 0.0)
 
-        self.draft_window = self._allowed(draft_window, self.draft, available)
-        self.lookup_window = 0
-        if self.lookup is not None:
-            self.lookup_window = self._allowed(lookup_window, self.lookup, available)
-        self.window = max(self.lookup_window, self.draft_window)
-
-    def _allowed(self, largest: int, stage: Stage, available: float) -> int:
-        """The largest window up to `largest` that a stage may draft with.
-
-        A stage that was hardly tested may have a useless draft, so all its tokens may be rejected.
-        """
-        if stage.num_tests >= ENOUGH_TESTS:
-            return largest if available > 0 else 0
-        allowed = 0
-        for choice in self.choices:
-            is_draft = stage is self.draft
-            loss = self._loss(0, choice) if is_draft else self._loss(choice, 0)
-            if choice <= largest and loss <= available:
-                allowed = choice
-        return allowed
+        if available <= 0:
+            draft_window = lookup_window = 0
+        self.draft_window = draft_window
+        self.lookup_window = lookup_window
+        self.window = max(lookup_window, draft_window)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Learn from a round, up to each row's first rejection: later noise is used again."""
@@ -512,7 +493,9 @@ class Controller:
 
         if self.balance < 0:
             self.balance = min(0.0, self.balance + BUDGET_PER_TOKEN * num_tokens)
-        self.balance = min(MOST_CREDIT, self.balance + num_tokens - seconds / standard)
+        balance = self.balance + num_tokens - seconds / standard
+        # A wide draft may lose more than the budget at once. It still gets a trial later.
+        self.balance = min(MOST_CREDIT, max(-LARGEST_DEBT, balance))
 
 
 class _SharedPlan(Plan):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+from lightning_specdec.config.settings import Settings as BaseSettings
 from lightning_specdec.config.settings import setting
 from lightning_specdec.drafters.base import (
     Drafter,
@@ -78,7 +79,7 @@ class NGramWithFallback(Drafter):
         ValueError: the arguments are not such drafters.
     """
 
-    Settings = FallbackSettings
+    Settings: ClassVar[type[BaseSettings]] = FallbackSettings
 
     def __init__(self, lookup: LookupDrafter, fallback: Drafter) -> None:
         if not isinstance(lookup, LookupDrafter) or not isinstance(fallback, Drafter):
@@ -197,7 +198,7 @@ class SuffixCorpusWithFallback(NGramWithFallback):
         ValueError: the arguments are not such drafters.
     """
 
-    Settings = SuffixFallbackSettings
+    Settings: ClassVar[type[BaseSettings]] = SuffixFallbackSettings
 
     @classmethod
     def first_stage(cls, **settings: Any) -> LookupDrafter:

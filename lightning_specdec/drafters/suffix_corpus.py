@@ -298,9 +298,9 @@ class SortedCorpus:
         # Single elements of a memoryview are read several times faster than those of an array.
         last_tokens = tokens[order]
         starts = np.searchsorted(last_tokens, np.arange(tokens.max() + 2))
-        self.starts = memoryview(starts.astype(np.int64))
-        self.tokens = memoryview(tokens.astype(np.int32))
-        self.order = memoryview(order.astype(np.int32))
+        self.starts = memoryview(starts.astype(np.int64).data)
+        self.tokens = memoryview(tokens.astype(np.int32).data)
+        self.order = memoryview(order.astype(np.int32).data)
 
     def _intervals(self, last_tokens: Sequence[int]) -> list[tuple[int, int]]:
         """The intervals of `order` after one matching token, after two, and so on."""
