@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,6 +30,7 @@ from lightning_specdec.decoding import (
     run,
     speculative_decode,
 )
+from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Grammar, RejectionSampling, Sampling
 from lightning_specdec.text.vocabulary import Vocabulary
@@ -240,6 +241,29 @@ def test_rows_with_different_grammars_have_the_tokens_that_they_have_alone(
         assert single.text[: len(row.text)] == row.text
         if row.stop_reason != "cancelled":
             assert single.text == row.text
+
+
+@pytest.mark.parametrize("drafter", ["near", "early_exit", "heads", "ngram"])
+def test_recorded_calls_change_nothing_under_a_grammar(drafter: str) -> None:
+    recorded_model: Any = deepcopy(cases.target("llama"))
+    recorded_model.record()
+    recorded_model.vocabulary = TOKENS
+    recorded_drafter: Any = deepcopy(cases.drafter(drafter, "llama"))
+    if isinstance(recorded_drafter, ModelDrafter):
+        recorded_drafter.model = recorded_drafter.model.record()  # type: ignore[operator]
+    for grammar in GRAMMARS:
+        options: dict[str, Any] = {
+            "max_new_tokens": NUM_NEW,
+            "processors": (GRAMMARS[grammar][0],),
+            "eos": EOS,
+        }
+        expected = all_defined("llama", grammar, 0.0)
+        standard = autoregressive_decode(recorded_model, cases.PROMPTS, **options)
+        speculative = speculative_decode(
+            recorded_model, recorded_drafter, cases.PROMPTS, num_draft_tokens=3, **options
+        )
+        assert standard.tokens == expected
+        assert speculative.tokens == expected
 
 
 def test_the_next_turn_of_a_row_begins_its_grammar_again() -> None:
