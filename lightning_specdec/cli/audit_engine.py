@@ -141,7 +141,7 @@ def run(options: Namespace) -> int:
         baseline = EngineClient(settings.baseline_engine, api_key=api_key, timeout=settings.timeout)
 
     decoder = load_decoder(options, source)
-    prompts = []
+    prompts: list[Prompt] = []
     for text, tokens in load_prompts(options, decoder, _shipped_prompts()):
         prompts.append(EnginePrompt(tokens, text))
     auditor = EngineAuditor(
@@ -176,7 +176,7 @@ def _shipped_prompts() -> list[Prompt]:
 
     conversations = shipped_prompts(["conversation"])
     code = shipped_prompts(["code"])
-    prompts = []
+    prompts: list[Prompt] = []
     for pair in zip(conversations, code, strict=False):
         prompts += pair
     return prompts
