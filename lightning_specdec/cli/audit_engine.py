@@ -176,7 +176,7 @@ def _shipped_prompts() -> list[Prompt]:
 
     conversations = shipped_prompts(["conversation"])
     code = shipped_prompts(["code"])
-    prompts = []
+    prompts: list[Prompt] = []
     for pair in zip(conversations, code, strict=False):
         prompts += pair
     return prompts
