@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -128,9 +127,11 @@ def memory() -> dict[str, int]:
     for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]:
         words = line.split()
         kilobytes[words[0].rstrip(":")] = int(words[1])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            kilobytes["Peak"] = int(line.split()[1])
     in_kilobytes = {
-        "peak": peak,
+        "peak": kilobytes["Peak"],
         "anonymous": kilobytes["Anonymous"],
         "file": kilobytes["Rss"] - kilobytes["Anonymous"],
     }

@@ -101,11 +101,11 @@ def converted(
     def write(directory: Path) -> None:
         require_memory("converting the model to OpenVINO", _conversion_bytes(model), "cpu")
         convert(model, directory, quantization)
-        # The converted model in memory has references to itself.
-        gc.collect()
         if quantization is None:
             with Activity("comparing the converted model with torch"):
                 _check(model, OpenVINOLM(model, directory, compute_dtype=torch.float32))
+        # Objects with references to themselves hold copies of the weights.
+        gc.collect()
 
     digest = weights_digest(model, is_unchanged=is_unchanged)
     settings = (digest, model.arguments(), model.dtype, quantization)
@@ -703,6 +703,7 @@ class OpenVINOLM(HuggingFaceLM):
             log.info("this processor rounds differently by width: activations are not quantized")
             # Its memory is free before that of the other one is needed.
             del decoded
+            gc.collect()
             return cls(model, directory, quantization, dynamic_group=0, is_unchanged=is_unchanged)
         return decoded
 
