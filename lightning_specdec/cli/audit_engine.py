@@ -141,7 +141,7 @@ def run(options: Namespace) -> int:
         baseline = EngineClient(settings.baseline_engine, api_key=api_key, timeout=settings.timeout)
 
     decoder = load_decoder(options, source)
-    prompts: list[Prompt] = []
+    prompts: list[EnginePrompt] = []
     for text, tokens in load_prompts(options, decoder, _shipped_prompts()):
         prompts.append(EnginePrompt(tokens, text))
     auditor = EngineAuditor(
