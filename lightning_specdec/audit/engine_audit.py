@@ -548,18 +548,18 @@ class EngineAuditor:
             clients = [self.client, baseline]
             if number % 2:
                 clients.reverse()
-            both = {}
+            answer_by_client = {}
             for client in clients:
-                both[client] = self._ask(client, prompt, Sampling(), seed=number)
-            answers.append(both[self.client])
+                answer_by_client[client] = self._ask(client, prompt, Sampling(), seed=number)
+            answers.append(answer_by_client[self.client])
 
             # Texts may differ at near-ties, so seconds are compared per token.
             seconds_per_token = []
             for total, client in zip(totals, (self.client, baseline), strict=True):
-                num_tokens = _num_new_tokens(both[client])
+                num_tokens = _num_new_tokens(answer_by_client[client])
                 total[0] += num_tokens
-                total[1] += both[client].seconds
-                seconds_per_token.append(both[client].seconds / max(num_tokens, 1))
+                total[1] += answer_by_client[client].seconds
+                seconds_per_token.append(answer_by_client[client].seconds / max(num_tokens, 1))
             pairs.append((seconds_per_token[1], seconds_per_token[0]))
 
         self._answers += answers
@@ -634,9 +634,9 @@ class EngineAuditor:
 
     def _measure_acceptance(self, before: DraftCounts | None) -> None:
         """What the engine reports about its drafts, in its metrics or else in its answers."""
-        after = self._draft_counts()
-        if before is not None and after is not None:
-            self.findings.acceptance = after.since(before)
+        later_counts = self._draft_counts()
+        if before is not None and later_counts is not None:
+            self.findings.acceptance = later_counts.since(before)
             self.findings.acceptance_source = "/metrics, requests of others included"
             return
         drafted = [answer for answer in self._answers if answer.num_drafted]

@@ -130,7 +130,7 @@ class EngineClient:
         """Fields of the sampling that the server does not know."""
         self.model, self.kind = self._find_model(model)
 
-    def _find_model(self, wanted: str | None) -> tuple[str, str]:
+    def _find_model(self, model_name: str | None) -> tuple[str, str]:
         """Name and kind of the model that the server has under this name."""
         answer = self.request("/v1/models")
         kinds: dict[str, str] = {}
@@ -143,15 +143,17 @@ class EngineClient:
             ) from None
 
         served_names = short(", ".join(kinds) or "no model", 200)
-        if wanted is None and len(kinds) == 1:
-            wanted = next(iter(kinds))
-        if wanted is None:
+        if model_name is None and len(kinds) == 1:
+            model_name = next(iter(kinds))
+        if model_name is None:
             raise EngineError(
                 f"{self.address} serves {served_names}: name one of them with --engine_model"
             )
-        if wanted not in kinds:
-            raise EngineError(f"{self.address} serves {served_names}, not {short(wanted, 100)!r}")
-        return wanted, kinds[wanted]
+        if model_name not in kinds:
+            raise EngineError(
+                f"{self.address} serves {served_names}, not {short(model_name, 100)!r}"
+            )
+        return model_name, kinds[model_name]
 
     def complete(
         self,
@@ -205,14 +207,14 @@ class EngineClient:
         if error.status not in (400, 422):
             return False
         # A refusal may also suggest another field, after the one that it refuses.
-        places: dict[int, str] = {}
+        field_positions: dict[int, str] = {}
         for name in self._fields:
             match = re.search(rf"\b{name}\b", error.reason)
             if match is not None and name not in required:
-                places[match.start()] = name
-        if not places:
+                field_positions[match.start()] = name
+        if not field_positions:
             return False
-        refused_name = places[min(places)]
+        refused_name = field_positions[min(field_positions)]
         del self._fields[refused_name]
         if refused_name in NEUTRAL_FIELDS and refused_name not in LLAMA_CPP_FIELDS:
             self.refused_fields.append(refused_name)

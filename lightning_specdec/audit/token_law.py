@@ -212,8 +212,8 @@ def rank_places(scores: TokenScores, generator: torch.Generator) -> Float[Tensor
     so it is uniform if the token was drawn from its distribution.
     """
     uniform = torch.rand(len(scores), generator=generator, dtype=torch.float64)
-    places = scores.mass_before + uniform * scores.probs
-    return places.clamp(0, 1 - torch.finfo(torch.float64).eps)
+    ranks = scores.mass_before + uniform * scores.probs
+    return ranks.clamp(0, 1 - torch.finfo(torch.float64).eps)
 
 
 def rank_test(
@@ -231,8 +231,8 @@ def rank_test(
     expected_count = num_tokens / NUM_BINS
     if expected_count < MIN_PER_BIN:
         return None, ()
-    places = rank_places(scores, generator)
-    bins = (places * NUM_BINS).long()
+    ranks = rank_places(scores, generator)
+    bins = (ranks * NUM_BINS).long()
     counts = torch.bincount(bins, minlength=NUM_BINS).double()
     chi_square = float(((counts - expected_count).square() / expected_count).sum())
     p_value = chi_square_tail(chi_square, NUM_BINS - 1)

@@ -216,10 +216,10 @@ def draftings(
         sources.insert(0, source.draft)
     if not drafts:
         sources += [str(path) for path in matching_drafts(decoder.target, sources)]
-    found = [lookup]
+    draftings = [lookup]
     for draft, name in zip(sources, _distinct_names(sources), strict=True):
-        found += _both_ways(name, {"draft": draft})
-    return found
+        draftings += _both_ways(name, {"draft": draft})
+    return draftings
 
 
 NO_DRAFT: Mapping[str, None] = {
@@ -273,10 +273,10 @@ def _chosen_draftings(source: PairSource, drafts: Sequence[str]) -> list[Draftin
     if not drafts:
         return [Drafting(source.drafter.label)]
     names = drafts if source.ckpt is not None else [draft_source(draft) for draft in drafts]
-    found = []
+    draftings = []
     for draft, name in zip(names, _distinct_names(names), strict=True):
-        found.append(Drafting(f"{source.drafter.label} with {name}", {"draft": draft}))
-    return found
+        draftings.append(Drafting(f"{source.drafter.label} with {name}", {"draft": draft}))
+    return draftings
 
 
 def _checkpoint_draftings(decoder: SpeculativeDecoder, names: Sequence[str]) -> Iterable[Drafting]:
@@ -341,12 +341,12 @@ def matching_drafts(target: LanguageModel, known: Sequence[str] = ()) -> list[Pa
 
     # The same file may be found in several places.
     seen = {Path(draft).expanduser().resolve() for draft in known}
-    found = []
+    nearby_paths = []
     for path in paths:
         if path.resolve() not in seen and is_draft_for(path, target.origin):
-            found.append(_from_here(path))
+            nearby_paths.append(_from_here(path))
         seen.add(path.resolve())
-    return found
+    return nearby_paths
 
 
 def _newest_checkpoint(directory: Path) -> list[Path]:

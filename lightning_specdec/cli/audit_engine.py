@@ -160,11 +160,11 @@ def run(options: Namespace) -> int:
     findings = auditor.run(tell=lambda text: progress(text, often=True))
 
     recorded = {**source.to_dict(), **settings.to_dict(), **sampling.to_dict()}
-    made = manifest(options=recorded, device=decoder.target.device)
+    run_manifest = manifest(options=recorded, device=decoder.target.device)
     if settings.output == "json":
-        say(json.dumps({**to_dict(findings), "manifest": made}))
+        say(json.dumps({**to_dict(findings), "manifest": run_manifest}))
     else:
-        say(f"{report(findings, sampling, settings)}\n{made_on(made)}")
+        say(f"{report(findings, sampling, settings)}\n{made_on(run_manifest)}")
     for line in failures(findings):
         say(f"error: {line}", file=sys.stderr)
     return 1 if findings.failed else 0

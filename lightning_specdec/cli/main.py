@@ -67,11 +67,11 @@ def main() -> None:
         say(f"error: {_error_text(error)}", file=sys.stderr)
         exit_code = EXIT_USER_ERROR
     except Exception as error:
-        place = _user_code_of(error)
-        if place is None or "--debug" in sys.argv:
+        location = _user_code_of(error)
+        if location is None or "--debug" in sys.argv:
             raise
         say(
-            f"error: {place}: {type(error).__name__}: {one_line(error)} "
+            f"error: {location}: {type(error).__name__}: {one_line(error)} "
             "(--debug shows the traceback)",
             file=sys.stderr,
         )
@@ -101,13 +101,13 @@ def _user_code_of(error: Exception) -> str | None:
     for name in ("stdlib", "platstdlib", "purelib", "platlib"):
         installed.append(Path(sysconfig.get_path(name)))
 
-    place = None
+    location = None
     for frame, line_number in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
         is_installed = any(path.is_relative_to(directory) for directory in installed)
         if path.is_file() and not is_installed:
-            place = f"{path}, line {line_number}, in {frame.f_code.co_name}"
-    return place
+            location = f"{path}, line {line_number}, in {frame.f_code.co_name}"
+    return location
 
 
 def _run(words: list[str]) -> int:

@@ -34,23 +34,23 @@ def requested_grammar(request: CommonRequest) -> tuple[Grammar, str] | None:
     Raises:
         ApiError: a field is wrong, or there are several.
     """
-    wanted: list[tuple[str, str, Any]] = []
+    requested: list[tuple[str, str, Any]] = []
     for name in GUIDED_FIELDS:
         value = getattr(request, name)
         if value is not None:
-            wanted.append((name, name.removeprefix("guided_"), value))
+            requested.append((name, name.removeprefix("guided_"), value))
     for name, value in (request.structured_outputs or {}).items():
         if value is not None:
-            wanted.append((f"structured_outputs.{name}", name, value))
+            requested.append((f"structured_outputs.{name}", name, value))
     if request.response_format is not None:
-        wanted += _of_response_format(request.response_format)
+        requested += _of_response_format(request.response_format)
 
-    if not wanted:
+    if not requested:
         return None
-    if len(wanted) > 1:
-        names = " and ".join(field_name for field_name, _, _ in wanted[:2])
-        raise ApiError(f"{names} exclude each other: give one of them", param=wanted[1][0])
-    param, kind, value = wanted[0]
+    if len(requested) > 1:
+        names = " and ".join(field_name for field_name, _, _ in requested[:2])
+        raise ApiError(f"{names} exclude each other: give one of them", param=requested[1][0])
+    param, kind, value = requested[0]
     try:
         return _grammar(kind, value), param
     except ValueError as error:
@@ -270,18 +270,29 @@ def tool_use(request: ChatRequest, template: str | None) -> ToolUse | None:
             return None
         raise ApiError("tool_choice needs tools", param="tool_choice")
     if isinstance(choice, Mapping):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        for tool in tools:
-            if choice.get("type") == "function" and tool.name == name:
-                return NamedTool(tool)
-        raise ApiError(f"tool_choice names no tool of this request: {name!r}", param="tool_choice")
+        return NamedTool(_named_tool(choice, tools))
     if choice == "required":
         return RequiredTools(tools, parallel=request.parallel_tool_calls is not False)
     if choice != "auto":
         raise ApiError(
             'tool_choice must be "none", "auto", "required", or a function', param="tool_choice"
         )
+    _check_auto(request, template)
+    return AutoTools(tools)
+
+
+def _named_tool(choice: Mapping[str, Any], tools: Sequence[Tool]) -> Tool:
+    """The tool that a `tool_choice` names."""
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    for tool in tools:
+        if choice.get("type") == "function" and tool.name == name:
+            return tool
+    raise ApiError(f"tool_choice names no tool of this request: {name!r}", param="tool_choice")
+
+
+def _check_auto(request: ChatRequest, template: str | None) -> None:
+    """Refuse `tool_choice` "auto" where the answer's calls could not be read."""
     if template is None or CALL_START not in template:
         raise ApiError(
             "the model's chat template marks no calls by <tool_call>: use tool_choice required or "
@@ -295,7 +306,6 @@ def tool_use(request: ChatRequest, template: str | None) -> ToolUse | None:
             param="parallel_tool_calls",
             code="unsupported",
         )
-    return AutoTools(tools)
 
 
 @dataclass
