@@ -28,7 +28,7 @@ NEIGHBOR_WEIGHT = 6.0
 MEMORY = 30.0
 """Number of tests of a position that are remembered; older ones fade."""
 
-BUDGET = 1.0
+BUDGET = 1.02
 """Loss that drafting may add up to before it stops, in rounds of standard decoding. It is 1.6% of
 64 tokens."""
 
