@@ -119,8 +119,8 @@ class Suffix:
     def occurrence(self, source: Sequence[int], position: int) -> Occurrence:
         """Compare the suffix with the tokens before a position of another text or of its own."""
         num_matched = 0
-        first = max(0, position - LONGEST_MATCH)
-        source_tokens = source[first:position]
+        first_position = max(0, position - LONGEST_MATCH)
+        source_tokens = source[first_position:position]
         pairs = zip(reversed(source_tokens), reversed(self.last_tokens), strict=False)
         for source_token, token in pairs:
             if source_token != token:
@@ -158,28 +158,28 @@ class NGramTable:
                     continue
                 # Different n-grams may have one key: matches are compared token by token.
                 key = hash(tuple(text[index - length : index]))
-                known = table.get(key)
-                if known is None:
+                entry = table.get(key)
+                if entry is None:
                     table[key] = position
-                elif isinstance(known, int):
-                    table[key] = [known, position]
+                elif isinstance(entry, int):
+                    table[key] = [entry, position]
                 else:
-                    known.append(position)
-                    if len(known) >= 2 * MOST_OCCURRENCES:
-                        del known[:MOST_OCCURRENCES]
+                    entry.append(position)
+                    if len(entry) >= 2 * MOST_OCCURRENCES:
+                        del entry[:MOST_OCCURRENCES]
 
     def remove(self, number: int, text: Sequence[int]) -> None:
         """Remove all positions of a text."""
         for length, table in self.tables.items():
             for index in range(length, len(text)):
                 key = hash(tuple(text[index - length : index]))
-                known = table.get(key)
-                if known is None:
+                entry = table.get(key)
+                if entry is None:
                     continue
-                positions = [known] if isinstance(known, int) else known
-                others = [position for position in positions if position >> 32 != number]
-                if others:
-                    table[key] = others
+                positions = [entry] if isinstance(entry, int) else entry
+                remaining = [position for position in positions if position >> 32 != number]
+                if remaining:
+                    table[key] = remaining
                 else:
                     del table[key]
 
@@ -190,21 +190,21 @@ class NGramTable:
             last_tokens: the end of the text.
             skipped: numbers of texts whose positions are left out.
         """
-        found: dict[int, None] = {}
+        matches: dict[int, None] = {}
         for length, table in self.tables.items():
             if length > len(last_tokens):
                 continue
-            known = table.get(hash(tuple(last_tokens[-length:])))
-            if known is None:
+            entry = table.get(hash(tuple(last_tokens[-length:])))
+            if entry is None:
                 continue
-            positions = [known] if isinstance(known, int) else known
+            positions = [entry] if isinstance(entry, int) else entry
             for position in reversed(positions):
                 if position >> 32 in skipped:
                     continue
-                found[position] = None
-                if len(found) == MOST_OCCURRENCES:
-                    return list(found)
-        return list(found)
+                matches[position] = None
+                if len(matches) == MOST_OCCURRENCES:
+                    return list(matches)
+        return list(matches)
 
 
 class Memory:
@@ -262,11 +262,11 @@ class Memory:
     def occurrences(self, suffix: Suffix, skipped: Collection[int]) -> list[Occurrence]:
         """Occurrences of a text's suffix, without those in the pieces of these numbers."""
         with self.lock:
-            found = []
+            occurrences = []
             for position in self.table.find(suffix.last_tokens, skipped):
                 piece = self.pieces[position >> 32]
-                found.append(suffix.occurrence(piece, position & 0xFFFFFFFF))
-            return found
+                occurrences.append(suffix.occurrence(piece, position & 0xFFFFFFFF))
+            return occurrences
 
 
 class SortedCorpus:
@@ -312,10 +312,10 @@ class SortedCorpus:
 
         intervals = []
         num_matched = 1
-        most = min(SORTED_LENGTH, len(last_tokens))
+        longest = min(SORTED_LENGTH, len(last_tokens))
         while low < high:
             intervals.append((low, high))
-            if num_matched == most or high - low == 1:
+            if num_matched == longest or high - low == 1:
                 break
             token = last_tokens[-1 - num_matched]
             token_before = self._token_before(num_matched)
@@ -335,16 +335,16 @@ class SortedCorpus:
 
     def occurrences(self, suffix: Suffix) -> list[Occurrence]:
         """Occurrences of a text's suffix, from the longest matches on."""
-        found: dict[int, None] = {}
+        matches: dict[int, None] = {}
         for low, high in reversed(self._intervals(suffix.last_tokens)):
             # Of more occurrences than may vote, those at equal distances.
-            num_missing = MOST_OCCURRENCES - len(found)
+            num_missing = MOST_OCCURRENCES - len(matches)
             step = math.ceil((high - low) / num_missing)
             for index in self.order[low + step // 2 : high : step]:
-                found[index + 1] = None
-            if len(found) == MOST_OCCURRENCES:
+                matches[index + 1] = None
+            if len(matches) == MOST_OCCURRENCES:
                 break
-        return [suffix.occurrence(self.tokens, position) for position in found]
+        return [suffix.occurrence(self.tokens, position) for position in matches]
 
 
 class CorpusFiles:
@@ -476,11 +476,11 @@ class SuffixRow:
 
     def occurrences(self, text: Sequence[int], suffix: Suffix) -> list[Occurrence]:
         """Earlier occurrences of the text's suffix in the text itself."""
-        found = []
+        occurrences = []
         for position in self.table.find(suffix.last_tokens):
-            found.append(suffix.occurrence(text, position))
-        if any(occurrence.num_matched > 1 for occurrence in found) or len(text) < 2:
-            return found
+            occurrences.append(suffix.occurrence(text, position))
+        if any(occurrence.num_matched > 1 for occurrence in occurrences) or len(text) < 2:
+            return occurrences
 
         # The last token may be a change in a copy, inserted or instead of another one. The copy
         # then continues with the token after the match before it, or with the one after that.
@@ -489,9 +489,9 @@ class SuffixRow:
             is_copied = text[position - 2 : position] == text[last_position - 2 : last_position]
             if position == last_position or not is_copied:
                 continue
-            found.append(suffix.occurrence(text, position + 1))
-            found.append(suffix.occurrence(text, position))
-        return found
+            occurrences.append(suffix.occurrence(text, position + 1))
+            occurrences.append(suffix.occurrence(text, position))
+        return occurrences
 
 
 class SuffixState(DraftState):
