@@ -463,6 +463,18 @@ def target_of(drafter_name: str) -> str:
 
 COMBINATIONS = pairs()
 """Every target with every drafter that takes it."""
+QUICK_DRAFTERS = (
+    "near",
+    "eagle",
+    "heads",
+    "staged",
+    "early_exit",
+    "ngram",
+    "block",
+    "lookup_first",
+    "suffix",
+)
+"""Texts in the names of drafters of each kind, for the quick cases of laws with slow cases."""
 ONE_EACH = [(target_of(name), name) for name in DRAFTERS]
 """Every drafter with one target, for laws of what happens between rows and rounds."""
 DISTINCT_COMBINATIONS = [

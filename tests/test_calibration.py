@@ -92,9 +92,7 @@ def test_windows_that_a_draft_would_end_early_are_measured_in_full(
     assert {window: num_drafted for window, num_drafted in drafted if num_drafted} == {2: 2, 4: 4}
 
 
-@pytest.mark.quick_cases(
-    "-near-", "-eagle-", "-heads-", "-staged-", "early_exit", "-ngram-", "-block-", "lookup_first"
-)
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(
     ("target", "drafter", "rule", "windows"),
     [

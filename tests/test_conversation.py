@@ -74,6 +74,7 @@ def from_scratch(target: str, prompt: tuple[int, ...]) -> list[int]:
     ).tokens[0]
 
 
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(
     ("target", "drafter", "cancel_at", "window"),
     [
@@ -123,9 +124,7 @@ def test_a_turn_reads_its_own_tokens_alone(target: str, drafter: str) -> None:
         assert sum(reads) == len(turn) + row.num_rounds + row.counts.num_proposed
 
 
-@pytest.mark.quick_cases(
-    "-near-", "-eagle-", "-heads-", "-staged-", "early_exit", "-ngram-", "-block-", "lookup_first"
-)
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(
     ("target", "drafter", "rule"),
     [
@@ -232,6 +231,7 @@ def test_no_turn_draws_from_the_noise_of_another() -> None:
     assert answered_tokens == one_answer.tokens[0]
 
 
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(("target", "drafter"), cases.ONE_EACH)
 def test_rows_are_resumed_while_others_continue(target: str, drafter: str) -> None:
     generator = random.Random(8)

@@ -192,6 +192,7 @@ def test_every_rule_keeps_to_the_grammar(target: str, drafter: str, rule: str) -
         assert definition.is_complete(text) if ended else definition.can_continue(text)
 
 
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(
     ("target", "drafter", "rule"),
     [

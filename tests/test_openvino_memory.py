@@ -155,6 +155,7 @@ def test_unchanged_weights_are_not_read_for_their_digest(tmp_path: Path) -> None
     assert weights_digest(model) != known_values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_start_takes_the_memory_of_the_converted_model(
     quantization: str | None, tmp_path: Path

@@ -27,7 +27,7 @@ def reference(model: Any, **options: Any) -> list[list[int]]:
     return [greedy_tokens(model, prompt, NUM_NEW, **options) for prompt in PROMPTS]
 
 
-@pytest.mark.quick_cases("True")
+@pytest.mark.quick_cases("352-384")
 @pytest.mark.parametrize("with_tokenizer", [False, True])
 @pytest.mark.parametrize(("target_size", "draft_size"), [(384, 352), (352, 384)])
 def test_loaded_models_of_one_tokenizer_may_be_padded_to_different_sizes(

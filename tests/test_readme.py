@@ -116,6 +116,8 @@ def test_every_call_works(
     for checkpoints in (shipped_run.directory / "checkpoints", stand_in):
         shutil.copytree(checkpoints, tmp_path / "checkpoints", dirs_exist_ok=True)
     write_sequences(tmp_path / "mine.csv")
+    schema = {"type": "object", "properties": {"name": {"enum": ["oak"]}}}
+    (tmp_path / "answer.json").write_text(json.dumps(schema))
     monkeypatch.chdir(tmp_path)
 
     extra_options: list[str] = []

@@ -89,6 +89,7 @@ def test_standard_decoding_of_a_ragged_batch_equals_its_rows_decoded_one_by_one(
         assert batch.tokens[index] == single.tokens[0]
 
 
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(
     ("target", "drafter", "rule"),
     [

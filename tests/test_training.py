@@ -504,6 +504,8 @@ def test_a_crashed_run_that_resumes_shows_each_step_once(
         end = end_of(lambda: verb(stopped, tmp_path, "fit", *every_step, logger=True))
     assert end == -signal.SIGKILL
     assert checkpoint.read(tmp_path / "checkpoints/rnn/version_0/last.ckpt")["global_step"] == 1
+    # TensorBoard orders files of events by the second in which they were begun.
+    time.sleep(1.1)
     verb(monkeypatch, tmp_path, "fit", *every_step, "--ckpt_path", "last", logger=True)
     curves = EventAccumulator(
         str(tmp_path / "logs/rnn/version_0"), size_guidance={"scalars": 0}

@@ -216,6 +216,7 @@ def test_what_lies_after_the_first_rejection_teaches_nothing() -> None:
     assert MEMORY > 3
 
 
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(
     ("target", "drafter", "temperature"),
     [
@@ -241,9 +242,7 @@ def test_with_an_adaptive_window_exact_match_equals_standard_decoding(
     assert result.tokens == expected.tokens
 
 
-@pytest.mark.quick_cases(
-    "-near-", "-eagle-", "-heads-", "-staged-", "early_exit", "-ngram-", "-block-", "lookup_first"
-)
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(
     ("target", "drafter", "rule", "temperature"),
     [

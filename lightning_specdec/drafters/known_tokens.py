@@ -40,13 +40,14 @@ def draft_around(
     other_windows = list(windows)
     for row in known_rows:
         other_windows[row] = 0
+    if not known_rows and any(other_windows):
+        return proposed(drafter, state, request, other_windows, sampling)
+
     known_draft = certain(known_tokens, request.last_two_tokens.device)
     if not any(other_windows):
         return known_draft
 
     draft = proposed(drafter, state, request, other_windows, sampling)
-    if not known_rows:
-        return draft
     for row in known_rows:
         # The target reads the known tokens there, not what the drafter may have drafted.
         state.truncate_row(row, len(request.texts[row]))

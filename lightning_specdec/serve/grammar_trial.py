@@ -81,7 +81,7 @@ def main() -> None:
         allowed = [token for token in range(255) if mask >> token & 1]
         if not allowed or not matcher.consume_token(generator.choice(allowed)):
             break
-    print(json.dumps({"error": matcher.get_error()}))
+    sys.stdout.write(json.dumps({"error": matcher.get_error()}) + "\n")
 
 
 if __name__ == "__main__":
