@@ -68,6 +68,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # This process only distributes tests to the workers.
         return
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts its background jobs like this, and tests send Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     import shape_checker
 
     shape_checker.install(lazily=config.getoption("shapes") == "some")
