@@ -13,7 +13,7 @@ import torch
 
 from lightning_specdec.rules import Grammar
 from lightning_specdec.rules.grammar import GrammarMask
-from lightning_specdec.text.grammar import CompiledGrammar, GrammarTokens
+from lightning_specdec.text.grammar import CompiledGrammar, GrammarTokens, library_grammar
 from lightning_specdec.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
 
 TEXTS = ["the cat sat", "the dog sat on 12 €", "12", "naïve 🙂", " the log", "a", "a guess"]
@@ -151,3 +151,10 @@ def test_endless_certain_text_is_read_as_far_as_it_is_drafted() -> None:
         assert walk.mask.forced_tokens(walk.tokens, 3) == [ord("a")] * 3
         assert walk.mask.error == ""
         walk.tokens.append(ord("a"))
+
+
+def test_a_grammar_of_empty_lines_is_searched_for_options_at_once() -> None:
+    lark = "\n" * 65_000 + 'start: "a"'
+    assert library_grammar("lark", lark)
+    with pytest.raises(ValueError, match="options by %llguidance are not supported"):
+        library_grammar("lark", lark + "\n  %llguidance {}")

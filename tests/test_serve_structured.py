@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from test_serve_http import running
 
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.rules import Grammar
+from lightning_specdec.serve import grammar_trial
 from lightning_specdec.serve.server import Server
-from lightning_specdec.serve.structured import AutoTools, Tool, ToolStream
+from lightning_specdec.serve.structured import AutoTools, RequiredTools, Tool, ToolStream
 
 MODEL = "tiny"
 MESSAGES: Any = [{"role": "user", "content": "the oak"}]
@@ -233,6 +235,16 @@ def test_tools_that_are_not_to_be_called_change_nothing(client: openai.OpenAI) -
             '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
             [],
         ),
+        (
+            '<tool_call>{"name": "measure", "arguments": {"a": "}</tool_call>"}}</tool_call> Bye.',
+            "",
+            [("measure", '{"a": "}</tool_call>"}')],
+        ),
+        (
+            '<tool_call>{"name": "measure", "arguments": {}} or so',
+            '<tool_call>{"name": "measure", "arguments": {}} or so',
+            [],
+        ),
         ("text  \n ", "text  \n ", []),
     ],
 )
@@ -312,6 +324,30 @@ def test_what_is_refused_is_one_line_and_the_others_go_on(
     assert len(error["message"]) < 500
     good = HTTP.post(url, json={"messages": MESSAGES, "max_tokens": 4})
     assert good.status_code == 200
+
+
+def test_a_text_of_many_unfinished_calls_is_text() -> None:
+    """Reading it takes time that is linear in its length."""
+    text = "<tool_call>{" * 20_000
+    assert AutoTools([Tool("measure", {})]).read(text) == (text, [])
+
+
+def test_calls_that_are_nested_too_deeply_are_text() -> None:
+    text = '[{"name": "measure", "arguments": ' + "[" * 50_000
+    assert RequiredTools([Tool("measure", {})], parallel=False).read(text) == (text, [])
+
+
+def test_a_new_grammar_waits_for_those_that_are_being_tried(
+    served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trial, "_trials", threading.BoundedSemaphore(1))
+    url = f"{served[1]}/v1/chat/completions"
+    body = {"messages": MESSAGES, "max_tokens": 4, "guided_regex": "a new one|b"}
+    with grammar_trial._trials:
+        response = HTTP.post(url, json=body)
+    assert response.status_code == 429, response.text
+    assert response.json()["error"]["param"] == "guided_regex"
+    assert HTTP.post(url, json=body).status_code == 200
 
 
 def test_the_trial_imports_the_library_only() -> None:

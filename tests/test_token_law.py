@@ -124,6 +124,16 @@ def test_the_temperature_is_estimated_within_its_error() -> None:
         assert report.temperature_error < 0.02
 
 
+def test_nearly_certain_tokens_change_no_verdict() -> None:
+    """Their rare large terms would make the z-test find faults where there are none."""
+    uncertain = draw_scores(random_logits(NUM_TOKENS), Sampling(1.0), Sampling(1.0), seed=5)
+    nearly_certain = torch.tensor([[0.999, 0.0005, 0.0005]]).repeat(500, 1)
+    surprising = TokenScores.of(nearly_certain, torch.full((500,), 2))
+    joined = TokenScores.join([uncertain, surprising])
+    assert examine(joined).tests == examine(uncertain).tests
+    assert examine(joined).temperature_ratio == examine(uncertain).temperature_ratio
+
+
 def test_certain_tokens_give_no_power_instead_of_a_verdict() -> None:
     probs = torch.eye(5)
     report = examine(TokenScores.of(probs, torch.arange(5)))

@@ -14,7 +14,14 @@ from statistics import mean
 import pytest
 
 from lightning_specdec.decoding import Calibration, Request
-from lightning_specdec.decoding.windows import BUDGET, MOST_CREDIT, Controller, Outcome
+from lightning_specdec.decoding.windows import (
+    BUDGET,
+    BUDGET_PER_TOKEN,
+    LARGEST_DEBT,
+    MOST_CREDIT,
+    Controller,
+    Outcome,
+)
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
 FIXED = (0, 1, 2, 3, 4, 6, 8)
@@ -61,6 +68,30 @@ class Text:
     hit_rate: float = 0.0
     num_rows: int = 1
     seed: int = 0
+
+
+@pytest.mark.parametrize("hit_rate", [0.1, 0.3, 0.5, 0.7])
+def test_a_lookup_that_gains_pays_for_no_useless_drafts(hit_rate: float) -> None:
+    """The lookup's gains would otherwise pay for a draft model in most rounds."""
+    costs = calibration([1.0, 1.02, 1.04, 1.08, 1.15, 1.3], 0.2, lookup_seconds=0.002)
+    generator = random.Random(0)
+    controller = Controller(costs)
+    lost_seconds = 0.0
+    num_tokens = 0
+    for _ in range(3000):
+        is_copied = controller.lookup_window > 0 and generator.random() < hit_rate
+        if is_copied:
+            num_accepted = controller.lookup_window
+            num_made = num_accepted
+        else:
+            num_accepted = 0
+            num_made = controller.draft_window
+            lost_seconds += controller.draft_seconds(num_made)
+            lost_seconds += controller.round_seconds[num_made] - controller.round_seconds[0]
+        num_tokens += 1 + num_accepted
+        outcome = Outcome(SOME_ROW, controller.window, num_made, num_accepted, is_copied)
+        controller.learn([outcome])
+    assert lost_seconds < BUDGET + LARGEST_DEBT + BUDGET_PER_TOKEN * num_tokens
 
 
 HIT_ALPHA = 0.85

@@ -443,6 +443,10 @@ class EngineAuditor:
             tokens = tokens_of_texts(self.tokenizer, answer.token_texts)
             if tokens is not None:
                 return tokens
+            self.findings.warn(
+                "the texts of some tokens are ambiguous, so these answers were encoded again: "
+                "their tokens may differ from those of the engine"
+            )
         tokens = self.tokenizer.encode_plain(answer.text)
         if self.tokenizer.decode(tokens) != answer.text:
             return None

@@ -138,7 +138,7 @@ class LawReport:
 
     Args:
         num_tokens: tokens of the likelihood test.
-        num_uncertain: tokens of the rank test.
+        num_uncertain: tokens that the tests use.
         tests: the tests that had enough tokens.
         bin_shares: share of the places in each bin; each expects 1 / `NUM_BINS`.
         temperature_ratio: temperature at which the tokens were drawn, as their likelihoods suggest,
@@ -189,7 +189,8 @@ def likelihood_test(scores: TokenScores, level: float) -> LawTest | None:
     """Compare the mean log probability with the mean negative entropy, by a z-test.
 
     The terms are a martingale's differences, so their sum over the square root of the summed
-    variances is nearly standard normal for thousands of tokens. None if nothing is uncertain.
+    variances is nearly standard normal for thousands of uncertain tokens. Nearly certain ones must
+    be left out: their rare large terms make the sum skewed. None if there are no tokens.
     """
     total_variance = float(scores.varentropies.sum())
     if total_variance <= 0:
@@ -262,15 +263,16 @@ def examine(
     level = odds / NUM_TESTS
     generator = torch.Generator().manual_seed(seed)
     uncertain_scores = scores.select(scores.largest_probs < MAX_CERTAINTY)
-    likelihood = likelihood_test(scores, level)
+    # The selection depends on the distributions only, not on the tokens that were drawn.
+    likelihood = likelihood_test(uncertain_scores, level)
     ranks, bin_shares = rank_test(uncertain_scores, level, generator)
 
     # At inverse temperature 1 + x, the mean of the terms is x times their variance, for small x.
     temperature_ratio = None
     temperature_error = None
     if likelihood is not None:
-        total_variance = float(scores.varentropies.sum())
-        excess = float(_likelihood_terms(scores).sum()) / total_variance
+        total_variance = float(uncertain_scores.varentropies.sum())
+        excess = float(_likelihood_terms(uncertain_scores).sum()) / total_variance
         temperature_ratio = 1 / max(1 + excess, MIN_INVERSE_TEMPERATURE)
         temperature_error = temperature_ratio**2 / math.sqrt(total_variance)
     return LawReport(

@@ -353,6 +353,8 @@ class Controller:
 
         self.balance = 0.0
         """Gain over standard decoding, in its rounds; negative for a loss."""
+        self.fallback_balance = 0.0
+        """The same of a fallback's drafts, up to 0, so that a lookup's gains pay for no trials."""
         certain = Estimate([1.0] * self.largest, 1.0)
         self.draft_is_hopeless = self.best(certain.rates) == 0
         self.lookup_window = 0
@@ -443,6 +445,9 @@ class Controller:
 
         smallest = next((choice for choice in self.choices if choice > 0), 0)
         tries_draft = draft_window == 0 and not self.draft_is_hopeless
+        if self.lookup is not None:
+            available_for_fallback = self.fallback_balance + BUDGET
+            tries_draft = tries_draft and self._loss(0, smallest) <= available_for_fallback
         if tries_draft and self._loss(lookup_window, smallest) <= available_for_trial:
             draft_window = smallest
             self.balance = min(self.balance, 0.0)
@@ -480,6 +485,8 @@ class Controller:
                 self.draft.learn(outcome.num_made, outcome.num_accepted)
 
         self._settle(outcomes, called_window)
+        if self.lookup is not None:
+            self._settle_fallback(outcomes, called_window)
         self._choose()
 
     def _settle(self, outcomes: Sequence[Outcome], called_window: int) -> None:
@@ -496,6 +503,19 @@ class Controller:
         balance = self.balance + num_tokens - seconds / standard
         # A wide draft may lose more than the budget at once. It still gets a trial later.
         self.balance = min(MOST_CREDIT, max(-LARGEST_DEBT, balance))
+
+    def _settle_fallback(self, outcomes: Sequence[Outcome], called_window: int) -> None:
+        """Add what the fallback's drafts gained in a round to their balance."""
+        num_tokens = 1 + sum(outcome.num_accepted for outcome in outcomes) / len(outcomes)
+        balance = min(0.0, self.fallback_balance + BUDGET_PER_TOKEN * num_tokens)
+        if called_window:
+            drafted = [outcome for outcome in outcomes if not outcome.is_copied]
+            width = max(outcome.num_made for outcome in drafted)
+            standard = self.round_seconds[0]
+            seconds = self.draft_seconds(called_window) + self.round_seconds[width] - standard
+            num_accepted = sum(outcome.num_accepted for outcome in drafted) / len(outcomes)
+            balance += num_accepted - seconds / standard
+        self.fallback_balance = min(0.0, max(-LARGEST_DEBT, balance))
 
 
 class _SharedPlan(Plan):

@@ -11,6 +11,7 @@ import random
 import resource
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 
 MAX_GRAMMAR_BYTES = 2**16
@@ -21,8 +22,17 @@ MAX_WAIT_SECONDS = 30.0
 """Longest wait for a trial on a busy machine."""
 MAX_MEMORY = 2**30
 """Bytes of memory that a trial may use."""
+MAX_TRIALS = 2
+"""Trials that run at the same time."""
 NUM_TOKENS = 32
 """Bytes of a text that are tried."""
+
+
+_trials = threading.BoundedSemaphore(MAX_TRIALS)
+
+
+class TooManyTrialsError(Exception):
+    """Other grammars are being tried."""
 
 
 def try_grammar(library_grammar: str) -> None:
@@ -30,7 +40,19 @@ def try_grammar(library_grammar: str) -> None:
 
     Args:
         library_grammar: as `llguidance` takes it.
+
+    Raises:
+        TooManyTrialsError: as many grammars as allowed are being tried.
     """
+    if not _trials.acquire(blocking=False):
+        raise TooManyTrialsError
+    try:
+        _run_trial(library_grammar)
+    finally:
+        _trials.release()
+
+
+def _run_trial(library_grammar: str) -> None:
     command = [sys.executable, "-P", __file__]
     try:
         trial = subprocess.run(
@@ -64,9 +86,11 @@ class _Bytes:
 
 def main() -> None:
     """The other process: compile what arrives on stdin, and write a line of JSON."""
-    with suppress(ValueError, OSError):  # Not every system has these limits.
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    # Not every system has both limits.
+    with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     import llguidance
 
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), n_vocab=256)

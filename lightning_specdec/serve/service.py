@@ -19,7 +19,7 @@ from lightning_specdec.serve.answers import (
     ToolFormat,
 )
 from lightning_specdec.serve.engine import Engine, Generation
-from lightning_specdec.serve.grammar_trial import MAX_GRAMMAR_BYTES, try_grammar
+from lightning_specdec.serve.grammar_trial import MAX_GRAMMAR_BYTES, TooManyTrialsError, try_grammar
 from lightning_specdec.serve.protocol import (
     DEFAULT_MAX_TOKENS,
     ApiError,
@@ -226,6 +226,13 @@ class Service:
             self._try(grammar)
             target = self.engine.target
             grammar.check(target, check_eos(self.engine.config.eos, target.vocab_size))
+        except TooManyTrialsError:
+            raise ApiError(
+                "other new grammars are being compiled: send the request again",
+                status=429,
+                param=param,
+                code="server_busy",
+            ) from None
         except ValueError as error:
             raise ApiError(str(error), param=param, code="invalid_grammar") from None
         return grammar

@@ -20,7 +20,7 @@ TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 """Names of functions, as in OpenAI's API."""
 CALL_START = "<tool_call>"
 """What a model writes before a call of its own choice, in the templates that are supported."""
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
+CALL_END = "</tool_call>"
 
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """Older names of the fields of `structured_outputs`, as in vLLM."""
@@ -194,8 +194,8 @@ class RequiredTools(ToolUse):
     def read(self, text: str) -> tuple[str, list[Json]]:
         try:
             calls = json.loads(text)
-        except ValueError:
-            # The answer was cut.
+        except (ValueError, RecursionError):
+            # The answer was cut, or is nested too deeply to be read.
             return text, []
         return "", [new_call(call["name"], json.dumps(call["arguments"])) for call in calls]
 
@@ -211,8 +211,9 @@ class AutoTools(ToolUse):
 
     def read(self, text: str) -> tuple[str, list[Json]]:
         calls = []
-        for match in CALL.finditer(text):
-            call = _json_object(match[1])
+        # Pieces, not a regular expression, whose time would be quadratic in a text without ends.
+        for piece in text.split(CALL_START)[1:]:
+            call = _call_in(piece)
             arguments = call.get("arguments", {})
             if call.get("name") not in self.names or not isinstance(arguments, dict):
                 # What is no call is text.
@@ -233,12 +234,16 @@ class AutoTools(ToolUse):
         return len(text.rstrip())
 
 
-def _json_object(text: str) -> Json:
+def _call_in(piece: str) -> Json:
+    """The object of a call, which is followed by the end of its tag or of the text; else {}."""
+    text = piece.lstrip()
     try:
-        value = json.loads(text)
+        value, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    remainder = text[end:].strip()
+    is_ended = not remainder or remainder.startswith(CALL_END)
+    return value if is_ended and isinstance(value, dict) else {}
 
 
 def new_call(name: str, arguments: str) -> Json:

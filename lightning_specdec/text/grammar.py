@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -214,7 +213,8 @@ def library_grammar(kind: str, source: str) -> str:
         lark = converted["grammars"][0]["lark_grammar"]
     else:
         lark = source
-        if re.search(r"^\s*%llguidance", lark, re.MULTILINE):
+        # A regular expression over all lines would take quadratic time on empty ones.
+        if any(line.lstrip().startswith("%llguidance") for line in lark.splitlines()):
             raise ValueError("the grammar is refused: options by %llguidance are not supported")
     return str(matcher.grammar_from_lark(OPTIONS + lark))
 
