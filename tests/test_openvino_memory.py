@@ -178,3 +178,14 @@ def test_a_start_takes_the_memory_of_the_converted_model(
     # The process that converts also has the converted weights before they are written, and the
     # model that it compares with torch.
     assert first["peak"] < num_weight_bytes + 4 * converted_bytes + 2 * OTHER_BYTES
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "biogpt"])
+def test_a_traceable_copy_leaves_the_model_as_it_is(family: str) -> None:
+    """The embedding of two of these is a subclass, which shares its weight with the output head."""
+    model = tiny(family, tie_word_embeddings=True).bfloat16()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    openvino_conversion._traceable(model)
+    for name, weight in model.state_dict().items():
+        assert weight.dtype == weights[name].dtype
+        assert torch.equal(weight, weights[name])

@@ -231,10 +231,14 @@ def _traceable(model: PreTrainedModel) -> PreTrainedModel:
             module.register_buffer(_STORED_WEIGHT, weight.detach())
             zeros = torch.zeros((), dtype=torch.float32).expand(weight.shape)
             module.weight = nn.Parameter(zeros, requires_grad=False)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            is_matrix = tensor is getattr(module, _STORED_WEIGHT, None)
-            if tensor is not None and tensor.is_floating_point() and not is_matrix:
-                tensor.data = tensor.data.float()
+        # Other layers may share a matrix with the original, so nothing is written in place.
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                values = parameter.detach().float()
+                module._parameters[name] = nn.Parameter(values, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if name != _STORED_WEIGHT and buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.float()
     return copy
 
 
