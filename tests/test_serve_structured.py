@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,15 @@ import openai
 import pytest
 import text_cases
 import tiny_models
-from test_serve_http import running
+from test_serve_http import client, served
 
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.rules import Grammar
 from lightning_specdec.serve import grammar_trial
 from lightning_specdec.serve.server import Server
 from lightning_specdec.serve.structured import AutoTools, RequiredTools, Tool, ToolStream
+
+__all__ = ["client", "served"]
 
 MODEL = "tiny"
 MESSAGES: Any = [{"role": "user", "content": "the oak"}]
@@ -60,17 +61,6 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
     path = tmp_path_factory.mktemp("structured")
     model = tiny_models.write(path, tokenizer=text_cases.byte_level(), max_position_embeddings=512)
     return SpeculativeDecoder.from_pretrained(model, model)
-
-
-@pytest.fixture(scope="module")
-def served(decoder: SpeculativeDecoder) -> Iterator[tuple[Server, str]]:
-    with running(decoder) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(served: tuple[Server, str]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0)
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:

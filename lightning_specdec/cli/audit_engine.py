@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_specdec.cli.common import counted, load_decoder, load_prompts, progress
 from lightning_specdec.cli.options import OutputSettings, UsageError, chosen, pair_source
+from lightning_specdec.config.checks import environment_key
 from lightning_specdec.config.decoding import MAX_TOKENS, SamplingSettings
 from lightning_specdec.config.settings import setting, setting_fields
 from lightning_specdec.config.terminal import say
@@ -81,15 +81,7 @@ class EngineSettings(OutputSettings):
         Raises:
             ValueError: the environment variable is not set, or is empty.
         """
-        if self.api_key_env is None:
-            return None
-        key = os.environ.get(self.api_key_env)
-        if not key:
-            raise ValueError(
-                f"the environment variable {self.api_key_env} holds no key: set it, or drop "
-                "--api_key_env"
-            )
-        return key
+        return environment_key(self.api_key_env)
 
 
 def is_named(options: Namespace) -> bool:

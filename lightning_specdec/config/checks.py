@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 BUILTIN_ERRORS = (
     ArithmeticError,
@@ -65,3 +66,19 @@ def require_number(
     if not math.isfinite(value) or is_too_low or value > high:
         raise ValueError(f"{name} must be in {interval}, got {value:g}")
     return float(value)
+
+
+def environment_key(variable: str | None) -> str | None:
+    """The key in an environment variable, as `--api_key_env` names it; None without a variable.
+
+    Raises:
+        ValueError: the variable is not set, or is empty.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ValueError(
+            f"the environment variable {variable} holds no key: set it, or drop --api_key_env"
+        )
+    return key

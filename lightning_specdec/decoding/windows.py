@@ -484,19 +484,29 @@ class Controller:
                 self.draft.offers.count(outcome.num_made > 0)
                 self.draft.learn(outcome.num_made, outcome.num_accepted)
 
-        self._settle(outcomes, called_window)
+        num_tokens = 1 + sum(outcome.num_accepted for outcome in outcomes) / len(outcomes)
+        self._settle(outcomes, called_window, num_tokens)
         if self.lookup is not None:
-            self._settle_fallback(outcomes, called_window)
+            self._settle_fallback(outcomes, called_window, num_tokens)
         self._choose()
 
-    def _settle(self, outcomes: Sequence[Outcome], called_window: int) -> None:
-        """Add a round's gain over standard decoding to the balance."""
+    def _settle(
+        self,
+        outcomes: Sequence[Outcome],
+        called_window: int,
+        num_tokens: float,
+    ) -> None:
+        """Add a round's gain over standard decoding to the balance.
+
+        Args:
+            called_window: draft tokens that were requested of the draft model; 0 for none.
+            num_tokens: new tokens of each row, on average.
+        """
         standard = self.round_seconds[0]
         width = max(outcome.num_made for outcome in outcomes)
         seconds = self.round_seconds[width] + self.draft_seconds(called_window)
         if self.lookup is not None and any(outcome.window for outcome in outcomes):
             seconds += self.costs.lookup_seconds or 0.0
-        num_tokens = 1 + sum(outcome.num_accepted for outcome in outcomes) / len(outcomes)
 
         if self.balance < 0:
             self.balance = min(0.0, self.balance + BUDGET_PER_TOKEN * num_tokens)
@@ -504,9 +514,13 @@ class Controller:
         # A wide draft may lose more than the budget at once. It still gets a trial later.
         self.balance = min(MOST_CREDIT, max(-LARGEST_DEBT, balance))
 
-    def _settle_fallback(self, outcomes: Sequence[Outcome], called_window: int) -> None:
-        """Add what the fallback's drafts gained in a round to their balance."""
-        num_tokens = 1 + sum(outcome.num_accepted for outcome in outcomes) / len(outcomes)
+    def _settle_fallback(
+        self,
+        outcomes: Sequence[Outcome],
+        called_window: int,
+        num_tokens: float,
+    ) -> None:
+        """As `_settle`, for what the fallback's drafts gained."""
         balance = min(0.0, self.fallback_balance + BUDGET_PER_TOKEN * num_tokens)
         if called_window:
             drafted = [outcome for outcome in outcomes if not outcome.is_copied]

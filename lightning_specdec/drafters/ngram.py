@@ -126,7 +126,6 @@ class LookupDrafter(Drafter, ABC):
     def needs_noise(self, sampling: Sampling) -> bool:
         return False
 
-    @abstractmethod
     def look_up(
         self,
         state: Any,
@@ -134,6 +133,33 @@ class LookupDrafter(Drafter, ABC):
         windows: Sequence[int],
     ) -> list[Sequence[int]]:
         """Each row's draft tokens on the host: at most `windows[b]`, none without a match."""
+        final_lengths = request.committed or [len(text) for text in request.texts]
+        draft_tokens: list[Sequence[int]] = []
+        for row, (num_final, window) in enumerate(zip(final_lengths, windows, strict=True)):
+            if window:
+                draft_tokens.append(self.look_up_row(state, request, row, num_final, window))
+            else:
+                # Such a row may be vacant, and its text must not be indexed.
+                draft_tokens.append(())
+        return draft_tokens
+
+    @abstractmethod
+    def look_up_row(
+        self,
+        state: Any,
+        request: DraftRequest,
+        row: int,
+        num_final: int,
+        window: int,
+    ) -> Sequence[int]:
+        """The draft tokens of one row, up to `window`.
+
+        Args:
+            state: as of `look_up`, like `request`.
+            row: its index in the batch.
+            num_final: tokens of its text that no round can remove.
+            window: at least 1.
+        """
 
     def propose(
         self,
@@ -167,23 +193,16 @@ class NGramDrafter(LookupDrafter):
     ) -> NGramState:
         return NGramState(batch_size, lambda: _NGramIndex(self.settings))
 
-    def look_up(
+    def look_up_row(
         self,
         state: Any,
         request: DraftRequest,
-        windows: Sequence[int],
-    ) -> list[Sequence[int]]:
-        final_lengths = request.committed or [len(text) for text in request.texts]
-        draft_tokens: list[Sequence[int]] = []
-        for index, text, final_length, window in zip(
-            state.rows, request.texts, final_lengths, windows, strict=True
-        ):
-            if window:
-                draft_tokens.append(index.propose(text, final_length, window))
-            else:
-                # Such a row may be vacant, and its text must not be indexed.
-                draft_tokens.append(())
-        return draft_tokens
+        row: int,
+        num_final: int,
+        window: int,
+    ) -> Sequence[int]:
+        index: _NGramIndex = state.rows[row]
+        return index.propose(request.texts[row], num_final, window)
 
 
 def certain(draft_tokens: Sequence[Sequence[int]], device: torch.device) -> Draft:

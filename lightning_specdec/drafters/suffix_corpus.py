@@ -573,32 +573,25 @@ class SuffixCorpusDrafter(LookupDrafter):
             corpus = self.corpus.of(context.model)
         return SuffixState(batch_size, corpus)
 
-    def look_up(
+    def look_up_row(
         self,
         state: Any,
         request: DraftRequest,
-        windows: Sequence[int],
-    ) -> list[Sequence[int]]:
-        final_lengths = request.committed or [len(text) for text in request.texts]
-        draft_tokens: list[Sequence[int]] = []
-        for row, text, num_final, window in zip(
-            state.rows, request.texts, final_lengths, windows, strict=True
-        ):
-            if window == 0:
-                # Such a row may be vacant, and its text must not be indexed.
-                draft_tokens.append(())
-                continue
-            row.extend(text, num_final, self.memory)
-            suffix = Suffix(text)
-            occurrences = row.occurrences(text, suffix)
-            if self.memory is not None and request.may_use_other_texts:
-                occurrences += self.memory.occurrences(suffix, row.pieces)
-            if state.corpus is not None:
-                occurrences += state.corpus.occurrences(suffix)
-            draft_tokens.append(
-                likeliest_continuation(text, occurrences, window, self.settings.min_acceptance)
-            )
-        return draft_tokens
+        row: int,
+        num_final: int,
+        window: int,
+    ) -> Sequence[int]:
+        text = request.texts[row]
+        suffix_row: SuffixRow = state.rows[row]
+        suffix_row.extend(text, num_final, self.memory)
+
+        suffix = Suffix(text)
+        occurrences = suffix_row.occurrences(text, suffix)
+        if self.memory is not None and request.may_use_other_texts:
+            occurrences += self.memory.occurrences(suffix, suffix_row.pieces)
+        if state.corpus is not None:
+            occurrences += state.corpus.occurrences(suffix)
+        return likeliest_continuation(text, occurrences, window, self.settings.min_acceptance)
 
 
 def likeliest_continuation(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
+from lightning_specdec.config.checks import environment_key
 from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.settings import Settings, setting
 
@@ -59,12 +59,4 @@ class ServeSettings(Settings):
         Raises:
             ValueError: the environment variable is not set, or is empty.
         """
-        if self.api_key_env is None:
-            return None
-        key = os.environ.get(self.api_key_env)
-        if not key:
-            raise ValueError(
-                f"the environment variable {self.api_key_env} holds no key: set it, or drop "
-                "--api_key_env"
-            )
-        return key
+        return environment_key(self.api_key_env)
