@@ -266,7 +266,7 @@ def read_tokenizer(reader: gguf.GGUFReader) -> Qwen2Tokenizer:
     )
     tokenizer.add_tokens(added_tokens)
     if tokenizer.get_vocab() != vocabulary:
-        raise ValueError("the tokenizer gives tokens other ids than the GGUF file does")
+        raise ValueError("the tokenizer assigns tokens other ids than the GGUF file")
     return tokenizer
 
 

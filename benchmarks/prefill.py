@@ -6,7 +6,7 @@
 Each figure is the median over repeats in which transformers' `generate` and standard decoding here
 take turns, in one process with the same threads. A batch has four prompts of the given length and
 of 3/4, 1/2 and 1/4 of it; transformers pads them on the left. With `--memory`, each side reads each
-length once more in a process of its own, and the figure is that process's largest memory.
+length once more in a separate process, and the figure is that process's largest memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Laws of prefill in parts: a long call gives what a short one gives, and takes less memory."""
+"""Laws of prefill in parts: a long call returns what short ones return, and takes less memory."""
 
 from __future__ import annotations
 

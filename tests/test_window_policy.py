@@ -1,4 +1,4 @@
-"""The adaptive window in simulation: near the best fixed window, and never far behind none.
+"""The adaptive window in simulation: near the best fixed window, and never much slower than none.
 
 Costs and acceptance are synthetic and seeded; nothing depends on a clock. Seconds are in rounds of
 standard decoding where nothing else is said.

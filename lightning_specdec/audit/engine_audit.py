@@ -397,7 +397,7 @@ class EngineAuditor:
         sampling: Sampling,
         watch: Callable[[int], None],
     ) -> list[EngineAnswer]:
-        """The answers to prompts, each with a seed of its own, several requests at a time."""
+        """The answers to prompts, each with a separate seed, several requests at a time."""
 
         def ask(number: int) -> EngineAnswer:
             seed = (self.seed * SEED_STEP + number) % MAX_SEED

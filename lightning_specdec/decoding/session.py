@@ -247,10 +247,11 @@ class Session:
         A drafter that draws its tokens under the grammar has these too, and may continue them. So
         its rows have them only if they fill the window or end the text.
         """
-        forced: list[list[int]] = []
         if self.rule.needs_draft_logits:
             # Such rules judge draft models only.
             return [[] for _ in windows]
+
+        forced: list[list[int]] = []
         for row, window in zip(self._batch.rows, windows, strict=True):
             tokens = row.forced_tokens(window) if row.live and window else []
             is_whole = len(tokens) == window or (tokens and tokens[-1] in row.eos)

@@ -549,7 +549,9 @@ class _SharedPlan(Plan):
     def windows(self, rows: Sequence[Request]) -> list[int]:
         return [window_of(row, self._controller.window) for row in rows]
 
-    def fallback_windows(self, rows: Sequence[Request]) -> list[int]:
+    def fallback_windows(self, rows: Sequence[Request]) -> list[int] | None:
+        if self._calibration.lookup_seconds is None:
+            return None
         return [window_of(row, self._controller.draft_window) for row in rows]
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
@@ -581,7 +583,9 @@ class _RowPlan(Plan):
             windows.append(window_of(row, largest))
         return windows
 
-    def fallback_windows(self, rows: Sequence[Request]) -> list[int]:
+    def fallback_windows(self, rows: Sequence[Request]) -> list[int] | None:
+        if self._calibration.lookup_seconds is None:
+            return None
         windows = []
         for row in rows:
             largest = self._controller(row).draft_window if row.live else 0

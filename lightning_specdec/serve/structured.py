@@ -19,7 +19,7 @@ MAX_TOOLS = 128
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 """Names of functions, as in OpenAI's API."""
 CALL_START = "<tool_call>"
-"""What a model writes before a call of its own choice, in the templates that are supported."""
+"""What a model writes before a call, in the templates that are supported."""
 CALL_END = "</tool_call>"
 
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
