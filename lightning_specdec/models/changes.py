@@ -191,6 +191,7 @@ class ModelStamp:
         # from being used again, and does not keep the object alive.
         self._references: list[Any] = []
         self._described: set[int] = set()
+        self._weight_ids: set[int] = set()
         self._classes: set[type] = set()
 
         self._add_objects(torch_modules._global_forward_hooks.values())
@@ -202,6 +203,7 @@ class ModelStamp:
                 self._add_module(part)
         # Only the values are compared; the described objects may be freed from here on.
         self._described.clear()
+        self._weight_ids.clear()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModelStamp) and self._values == other._values
@@ -235,6 +237,7 @@ class ModelStamp:
         for name, tensor in tensors.items():
             self._values.append(name)
             if tensor is not None:
+                self._weight_ids.add(id(tensor))
                 self._add_weight(tensor, count_writes)
 
     def _add_class(self, module_class: type) -> None:
@@ -276,6 +279,9 @@ class ModelStamp:
         """A setting by its value; an object by its identity and by its attributes."""
         if value is None or isinstance(value, _PLAIN_TYPES):
             self._values.append(value)
+        elif id(value) in self._weight_ids:
+            # Recurrent layers list their weights again.
+            self._values.append(id(value))
         elif isinstance(value, Tensor):
             self._add_weight(value, self._count_writes)
             self._values.extend(weights_checksum([value]))

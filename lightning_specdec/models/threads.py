@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -15,15 +15,19 @@ _set_num_threads = getattr(
 )
 
 
-@contextmanager
-def one_thread(enabled: bool) -> Iterator[None]:
+def one_thread(enabled: bool) -> AbstractContextManager[None]:
     """Run torch on one thread inside the block, if `enabled`.
 
     After each operation, torch's worker threads spin while they wait for the next one. Next to
     OpenVINO, which has its own threads, this costs more than the workers save.
     """
+    return _one_thread() if enabled else nullcontext()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
-    _set_num_threads(1 if enabled else num_threads)
+    _set_num_threads(1)
     try:
         yield
     finally:
