@@ -10,12 +10,13 @@ import random
 import re
 from collections.abc import Callable
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import cases
 import exact_rounds as exact
+import llguidance
 import oracle
 import pytest
 import torch
@@ -33,6 +34,7 @@ from lightning_specdec.decoding import (
 from lightning_specdec.drafters import ModelDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.rules import Grammar, RejectionSampling, Sampling
+from lightning_specdec.text import grammar as text_grammar
 from lightning_specdec.text.vocabulary import Vocabulary
 
 TOKENS = letters(cases.VOCAB)
@@ -123,6 +125,13 @@ def defined(target: str, grammar: str, temperature: float, prompt_index: int) ->
 
 def all_defined(target: str, grammar: str, temperature: float) -> list[list[int]]:
     return [defined(target, grammar, temperature, i) for i in range(len(cases.PROMPTS))]
+
+
+def test_a_choice_may_hold_every_character() -> None:
+    for code in [*range(0x300), 0x2028, 0xFEFF, 0x1F600]:
+        source = Grammar.choice([f"a{chr(code)}b", 'c"\\'])
+        library_text = text_grammar.library_grammar(source.kind, source.source)
+        assert llguidance.LLMatcher.validate_grammar(library_text) == "", hex(code)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -396,6 +405,41 @@ def test_a_dead_end_of_a_draft_is_none_of_the_text() -> None:
         assert allowed(0, 1) == [0, EOS]
         assert allowed(0, 1, 0, 2) == []
         assert allowed(0, 1, 0, 1) == [0, EOS]
+
+
+def test_a_grammar_that_takes_too_long_ends_its_row_alone() -> None:
+    model = target_of("rnn")
+    session = Session(model, cases.drafter("near", "rnn"), max_length=40, eos=EOS)
+    words = GRAMMARS["words"][0]
+    slow = session.add([1, 2], processors=(replace(words, max_seconds=0.0),), max_new_tokens=9)
+    other = session.add([1, 2], processors=(words,), max_new_tokens=9)
+    while session.live:
+        session.step()
+    assert slow.stop_reason == "failed"
+    assert slow.failure == "the grammar takes too long to continue the text"
+    assert other.stop_reason in ("eos", "length")
+
+
+def test_rejected_draft_tokens_use_up_no_limit_of_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library counts the states of a lexer, also of text that was rolled back."""
+    monkeypatch.setattr(text_grammar, "MAX_LEXER_STATES", 400)
+    # Each end of a text is a state of its own.
+    sampling = Sampling(processors=(Grammar.regex("[ab]*a[ab]{9}c"),))
+    target = copy(target_of("rnn"))
+    target.vocabulary = letters(cases.VOCAB)
+    (mask,) = sampling.for_row(1, target, frozenset({EOS})).processors
+    scores = torch.zeros(1, cases.VOCAB)
+    generator = random.Random(0)
+    text = [3, 0, 1, 1]
+    expected = mask.process(text, len(text), scores)
+    for _ in range(200):
+        draft = [generator.randrange(2) for _ in range(12)]
+        for length in range(len(text), len(text) + len(draft)):
+            processed = mask.process([*text, *draft], length, scores)
+            assert torch.isfinite(processed).any()
+        assert mask.process(text, len(text), scores).equal(expected)
 
 
 @pytest.mark.parametrize(

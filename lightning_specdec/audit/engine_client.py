@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_specdec.config.decoding import SamplingSettings
+from lightning_specdec.config.http import open_url
 from lightning_specdec.config.terminal import short
 
 ERROR_BYTES = 100_000
@@ -303,7 +304,7 @@ class EngineClient:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.address + path, data, headers)
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+            with open_url(request, self._timeout) as answer:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             raise self._refusal(path, error) from None

@@ -7,6 +7,7 @@ prefix. What it read of rejected draft tokens is rolled back with the text.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 NUM_CACHED_MASKS = 64
 """Positions at the end of a text whose masks are kept: the draft and the target use each one."""
+TOO_SLOW = "the grammar takes too long to continue the text"
 NUM_CACHED_GRAMMARS = 64
 """Compiled grammars that are kept, since many requests use the same one."""
 Schema = str | Mapping[str, Any] | bool
@@ -43,10 +45,13 @@ class Grammar(RowProcessor):
     Args:
         kind: "json_schema", "regex", or "lark".
         source: the schema as JSON, the regular expression, or the grammar.
+        max_seconds: most processor time that one position may take. A row that takes longer fails.
+            No limit when None.
     """
 
     kind: str
     source: str
+    max_seconds: float | None = None
 
     @classmethod
     def json_schema(cls, schema: Schema) -> Grammar:
@@ -91,6 +96,8 @@ class Grammar(RowProcessor):
         if not texts or not all(isinstance(text, str) for text in texts):
             raise ValueError("a choice needs at least one text")
         quoted_texts = [json.dumps(text, ensure_ascii=False) for text in texts]
+        # A grammar's text has no control characters, and JSON may have this one as it is.
+        quoted_texts = [text.replace("\x7f", "\\u007f") for text in quoted_texts]
         return cls.lark(f"start: {' | '.join(quoted_texts)}")
 
     def to_dict(self) -> dict[str, str]:
@@ -106,7 +113,9 @@ class Grammar(RowProcessor):
         target: LanguageModel,
         eos: frozenset[int],
     ) -> GrammarMask:
-        return GrammarMask(self._compiled(target, eos), prompt_length, eos, target.vocab_size)
+        return GrammarMask(
+            self._compiled(target, eos), prompt_length, eos, target.vocab_size, self.max_seconds
+        )
 
     def _compiled(self, target: LanguageModel, eos: frozenset[int]) -> CompiledGrammar:
         if target.vocabulary is None:
@@ -115,7 +124,7 @@ class Grammar(RowProcessor):
             )
         if not eos:
             raise ValueError("a grammar needs a token that ends a row: give eos")
-        return _compile(self, _ById(target.vocabulary), _ById(target.tokenizer))
+        return _compile(self.kind, self.source, _ById(target.vocabulary), _ById(target.tokenizer))
 
 
 class _ById:
@@ -144,9 +153,9 @@ def _tokens_of(vocabulary: _ById) -> GrammarTokens:
 
 
 @lru_cache(maxsize=NUM_CACHED_GRAMMARS)
-def _compile(grammar: Grammar, vocabulary: _ById, tokenizer: _ById) -> CompiledGrammar:
+def _compile(kind: str, source: str, vocabulary: _ById, tokenizer: _ById) -> CompiledGrammar:
     tokens = _tokens_of(vocabulary)
-    return CompiledGrammar(grammar.kind, grammar.source, tokens, _speller_of(tokenizer))
+    return CompiledGrammar(kind, source, tokens, _speller_of(tokenizer))
 
 
 class GrammarMask(BoundProcessor):
@@ -159,6 +168,7 @@ class GrammarMask(BoundProcessor):
         prompt_length: tokens at the start of the prefix that the grammar does not read.
         eos: tokens that end the row: allowed exactly where the text may end.
         vocab_size: the target's.
+        max_seconds: most processor time for one position; no limit when None.
     """
 
     def __init__(
@@ -167,6 +177,7 @@ class GrammarMask(BoundProcessor):
         prompt_length: int,
         eos: frozenset[int],
         vocab_size: int,
+        max_seconds: float | None = None,
     ) -> None:
         self.prompt_length = prompt_length
         self.error = ""
@@ -175,8 +186,12 @@ class GrammarMask(BoundProcessor):
         self._eos = eos
         self._eos_index = sorted(eos)
         self._vocab_size = vocab_size
+        self._max_seconds = max_seconds
         self._new_matcher = compiled.new_matcher
         self._matcher = compiled.new_matcher()
+        # Whether the library refuses to go on, and whether tokens were ever rolled back.
+        self._is_library_error = False
+        self._has_gone_back = False
         # The new tokens that the matcher has read.
         self._read: list[int] = []
         # The last text that it has read, from which it may have gone back; and for each length of
@@ -195,15 +210,23 @@ class GrammarMask(BoundProcessor):
         new_tokens = list(text[self.prompt_length : length])
         mask = self._masks.get(len(new_tokens))
         if mask is None or self._path[: len(new_tokens)] != new_tokens:
-            fits = self._go_to(new_tokens)
+            mask = self._mask_after(new_tokens)
+            if self._is_library_error and self._has_gone_back:
+                # The matcher keeps what it computed for rejected draft tokens. This may be what
+                # exceeds a limit of the library, and it is none of the text.
+                self._start_again()
+                mask = self._mask_after(new_tokens)
             if self.error:
                 return torch.full_like(scores, -torch.inf)
-            if not fits:
+            if mask is None:
                 # After EOS or a draft token that cannot be accepted, nobody reads the scores.
                 return scores
-            mask = self._mask()
         mask = mask.to(scores.device)
         return scores.masked_fill(mask, -torch.inf)
+
+    def _mask_after(self, new_tokens: Sequence[int]) -> Bool[Tensor, "V"] | None:
+        """The tokens that may not follow these; None if these do not fit the grammar."""
+        return self._mask() if self._go_to(new_tokens) else None
 
     def forced_tokens(self, text: Sequence[int], count: int) -> list[int]:
         """Tokens of the text that must follow: up to `count`, with EOS where nothing else can.
@@ -218,6 +241,8 @@ class GrammarMask(BoundProcessor):
 
         # The text must be allowed token by token, too.
         self._go_to([*new_tokens, *tokens])
+        if self.error:
+            return []
         forced = self._read[len(new_tokens) :]
         ends_here = self._matcher.is_stopped() and not self._matcher.is_error()
         if len(forced) == len(tokens) < count and ends_here and len(self._eos) == 1:
@@ -256,17 +281,27 @@ class GrammarMask(BoundProcessor):
 
     def _go_to(self, new_tokens: Sequence[int]) -> bool:
         """Have the matcher read exactly these tokens. False if they do not fit the grammar."""
+        if self.error == TOO_SLOW:
+            # Reading the text again would take as long once more.
+            return False
         if self.error:
-            # That may have been a draft token's fault, and a matcher does not recover.
-            self.error = ""
-            self._matcher = self._new_matcher()
-            self._read = []
+            # That may have been a draft token's fault.
+            self._start_again()
         num_equal = _num_equal(self._read, new_tokens)
         num_wrong = len(self._read) - num_equal
         if num_wrong:
             self._matcher.rollback(num_wrong)
+            self._has_gone_back = True
             del self._read[num_equal:]
         return all(self._read_token(token) for token in new_tokens[num_equal:])
+
+    def _start_again(self) -> None:
+        """Take a new matcher, since one with an error does not recover."""
+        self.error = ""
+        self._matcher = self._new_matcher()
+        self._is_library_error = False
+        self._has_gone_back = False
+        self._read = []
 
     def _read_token(self, token: int) -> bool:
         """Have the matcher read one more token, if it may follow and does not end the row."""
@@ -277,8 +312,11 @@ class GrammarMask(BoundProcessor):
         library_id = int(ids[token])
         if library_id == tokens.num_texts or self._matcher.is_stopped():
             return False
-        if self._matcher.try_consume_tokens([library_id]) == 0:
-            self._note_error()
+        started = time.thread_time()
+        is_read = self._matcher.try_consume_tokens([library_id]) == 1
+        self._note_error()
+        self._check_seconds(started)
+        if not is_read or self.error:
             return False
         self._read.append(token)
         self._extend_path(token)
@@ -309,8 +347,10 @@ class GrammarMask(BoundProcessor):
         is_allowed = np.zeros(self._vocab_size, dtype=np.bool_)
         is_complete = not self.error and self._matcher.is_accepting()
         if not self.error and not self._matcher.is_stopped():
+            started = time.thread_time()
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
             self._note_error()
+            self._check_seconds(started)
         if not self.error:
             bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little").view(np.bool_)
             bits[self._tokens.num_texts :] = False
@@ -325,9 +365,14 @@ class GrammarMask(BoundProcessor):
 
     def _note_error(self) -> None:
         """Remember an error of the library: a limit, for example. The text cannot go on."""
-        if not self._matcher.is_error():
-            return
-        self.error = error_of(self._matcher)
+        if self._matcher.is_error():
+            self.error = error_of(self._matcher)
+            self._is_library_error = True
+
+    def _check_seconds(self, started: float) -> None:
+        """End the text if its grammar has taken too long since then."""
+        if self._max_seconds is not None and time.thread_time() - started > self._max_seconds:
+            self.error = TOO_SLOW
 
 
 def _num_equal(tokens: Sequence[int], other_tokens: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_specdec.decoding.requests import check_eos
@@ -30,6 +30,9 @@ from lightning_specdec.serve.protocol import (
 from lightning_specdec.serve.structured import ToolUse, requested_grammar, tool_use
 from lightning_specdec.text.grammar import library_grammar, shown_error, title_of
 from lightning_specdec.text.tokenizer import Tokenizer
+
+MAX_GRAMMAR_SECONDS = 0.2
+"""Processor time that a grammar may take for one position of a row, while all other rows wait."""
 
 
 @dataclass
@@ -222,6 +225,7 @@ class Service:
             grammar, param = requested
         if grammar is None:
             return None
+        grammar = replace(grammar, max_seconds=MAX_GRAMMAR_SECONDS)
         try:
             self._try(grammar)
             target = self.engine.target

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 import torch
 
+from lightning_specdec.config.http import open_url
 from lightning_specdec.config.terminal import short
 from lightning_specdec.rules import Sampling
 
@@ -176,7 +177,7 @@ class Endpoint:
 
         try:
             request = urllib.request.Request(self.url + path, data, headers)
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
+            with open_url(request, timeout) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             reason = " ".join(_refusal(error).split())
