@@ -70,6 +70,25 @@ def test_a_row_with_its_own_settings_has_the_tokens_that_it_has_alone(
     schedules.check(model, drafter_object, NUM_SCHEDULES[target])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "drafter", "rule"),
+    [
+        ("rnn", "near", "ExactMatch"),
+        ("transformer", "ragged", "RejectionSampling"),
+        ("llama", "eagle", "RejectionSampling"),
+    ],
+)
+def test_two_hundred_random_schedules_of_each_kind_of_model(
+    target: str,
+    drafter: str,
+    rule: str,
+) -> None:
+    model = cases.target(target)
+    drafter_object = cases.drafter(drafter, target)
+    _Schedules(model, drafter_object, rule).check(model, drafter_object, 200)
+
+
 @pytest.mark.quick_cases("heads")
 @pytest.mark.parametrize("drafter", ["near", "early_exit", "heads"])
 def test_recorded_calls_change_nothing_for_rows_with_their_own_settings(drafter: str) -> None:
