@@ -3,7 +3,7 @@
 A test over models, drafters and rules has a case for each combination. `make test` runs those that
 together contain every value of every parameter ("each choice coverage", Grindal et al. 2005). It
 runs no test marked `slow`, and of a test marked `quick_cases("name", ...)` only the cases with one
-of these texts in their name. `make test-all` runs everything.
+of these values, or of several joined by "-". `make test-all` runs everything.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def _is_quick(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("quick_cases")
     if mark is None:
         return True
-    case_name = item.nodeid.partition("[")[2]
-    return any(text in case_name for text in mark.args)
+    # pytest joins the names of a case's values by "-".
+    case_name = item.nodeid.partition("[")[2].removesuffix("]")
+    return any(f"-{text}-" in f"-{case_name}-" for text in mark.args)
 
 
 def _values(item: pytest.Item) -> frozenset[Hashable]:

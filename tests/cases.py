@@ -472,9 +472,9 @@ QUICK_DRAFTERS = (
     "ngram",
     "block",
     "lookup_first",
-    "suffix",
+    "suffix_corpus",
 )
-"""Texts in the names of drafters of each kind, for the quick cases of laws with slow cases."""
+"""A drafter of each kind, for the quick cases of laws with slow cases."""
 ONE_EACH = [(target_of(name), name) for name in DRAFTERS]
 """Every drafter with one target, for laws of what happens between rows and rounds."""
 DISTINCT_COMBINATIONS = [

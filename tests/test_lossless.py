@@ -215,6 +215,7 @@ UNSAVED = ("ragged", "repeater", "wrong", "cross", "certain", "staged_three")
 SAVED = [name for name in cases.DRAFTERS if name not in UNSAVED and "hotter" not in name]
 
 
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize("name", [*SAVED, "cross", "staged_three"])
 def test_the_form_that_decodes_fastest_drafts_the_same_and_leaves_the_original_alone(
     name: str,
@@ -234,6 +235,7 @@ def test_the_form_that_decodes_fastest_drafts_the_same_and_leaves_the_original_a
         assert torch.equal(weight, weights[key])
 
 
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize("name", [name for name in SAVED if name not in ("fused", "transformer")])
 def test_a_file_keeps_a_drafter_with_all_its_parts(name: str, tmp_path: Path) -> None:
     target_name = "llama" if any(kind in name for kind in ("exit", "eagle", "block")) else "rnn"

@@ -85,6 +85,7 @@ def test_the_processors_of_these_laws_do_change_the_output(kind: str) -> None:
     assert with_them != without
 
 
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(
     ("target", "drafter", "kind", "rule"),
     [
@@ -115,6 +116,7 @@ def test_greedy_speculative_equals_autoregressive_with_processors(
     assert result.tokens == cases.standard(target, sampling, 10).tokens
 
 
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(
     ("target", "drafter", "hot"),
     [

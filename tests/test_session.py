@@ -37,6 +37,7 @@ from lightning_specdec.models import DecodeState, LanguageModel, ModelOutput
 from lightning_specdec.rules import Sampling
 
 
+@pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize(
     ("target", "drafter", "rule", "temperature"),
     [
