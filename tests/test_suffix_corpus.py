@@ -18,6 +18,7 @@ import cases
 import pytest
 import torch
 
+from lightning_specdec.data import corpus as corpus_files
 from lightning_specdec.decoding import autoregressive_decode, open_session, speculative_decode
 from lightning_specdec.drafters import (
     DraftRequest,
@@ -340,6 +341,30 @@ def test_of_a_corpus_that_is_too_large_the_latest_files_are_read(corpus_director
     assert corpus is not None and corpus.num_tokens == 20
     assert corpus.occurrences(Suffix(list(b"def b")))
     assert not corpus.occurrences(Suffix(list(b"hello")))
+
+
+def test_generated_and_recorded_text_is_a_corpus(tmp_path: Path) -> None:
+    target = with_bytes()
+    rows = [
+        corpus_files.GeneratedRow(list(b"hello "), list(b"brave new world"), 0, 1.0),
+        corpus_files.GeneratedRow(list(b"a row"), list(b" of another prompt"), 1, 0.0),
+    ]
+    corpus_files.write_shard(tmp_path, 0, rows, target.vocab_size)
+    fingerprint = target.tokenizer.fingerprint
+    manifest = {"format": 1, "tokenizer": {"fingerprint": fingerprint}}
+    corpus_files.write_manifest(tmp_path, manifest)
+    corpus = SuffixCorpusDrafter(corpus=str(tmp_path)).corpus.of(target)
+    assert corpus is not None
+    assert corpus.occurrences(Suffix(list(b"hello brave ")))
+    assert corpus.occurrences(Suffix(list(b"of another")))
+
+    manifest["tokenizer"] = {"fingerprint": "another"}
+    corpus_files.write_manifest(tmp_path, manifest)
+    with pytest.raises(ValueError, match="shard-00000.safetensors has the tokens of another model"):
+        SuffixCorpusDrafter(corpus=str(tmp_path)).corpus.of(target)
+    corpus_files.shard_path(tmp_path, 0).write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="shard-00000.safetensors is damaged"):
+        SuffixCorpusDrafter(corpus=str(tmp_path)).corpus.of(target)
 
 
 def test_a_corpus_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.ngram import LookupDrafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.text.shards import shard_texts
 from lightning_specdec.text.tokenizer import Tokenizer
 
 INDEXED_LENGTHS = (8, 4, 2, 1)
@@ -400,11 +401,15 @@ def _read_texts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> Iterator[l
     num_missing = max_tokens
     with Activity(f"reading the corpus {path}", len(files), unit="files") as activity:
         for file in files:
-            text = _text_of(file, num_missing * BYTES_PER_TOKEN)
-            tokens = tokenizer.encode_plain(text)[:num_missing] if text else []
-            if tokens:
-                yield tokens
-            num_missing -= len(tokens)
+            if file.suffix == ".safetensors":
+                texts = shard_texts(file, tokenizer)
+            else:
+                text = _text_of(file, num_missing * BYTES_PER_TOKEN)
+                texts = [tokenizer.encode_plain(text)] if text else []
+            for tokens in texts:
+                if tokens and num_missing:
+                    yield tokens[:num_missing]
+                    num_missing -= min(len(tokens), num_missing)
             activity.advance()
             if num_missing == 0:
                 return

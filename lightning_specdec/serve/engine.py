@@ -84,6 +84,7 @@ class Generation:
         changes: fields of `DecodingConfig` that differ from those of the engine.
         num_top_logprobs: how many of the likeliest tokens to report with each token.
         listener: called with every update, by the engine's thread. It must return at once.
+        may_record: whether observers may keep its text.
 
     Attributes:
         num_cached: tokens of the prompt whose state came from an earlier request.
@@ -95,6 +96,7 @@ class Generation:
     index: int = 0
     changes: dict[str, Any] = field(default_factory=dict)
     num_top_logprobs: int = 0
+    may_record: bool = True
     num_cached: int = 0
     is_cancelled: bool = False
     submitted_at: float = 0.0
@@ -110,8 +112,34 @@ class EngineObserver:
     def round(self, row: Request, num_new: int) -> None:
         """A row was part of a round and got new tokens."""
 
+    def answered(self, generation: Generation, row: Request) -> None:
+        """A generation has its whole answer, which a stop or the limit of its tokens ended."""
+
     def ended(self, generation: Generation, reason: str) -> None:
         """A generation has ended: "eos", "stop", "length", "cancelled" or "failed"."""
+
+
+class Observers(EngineObserver):
+    """Tells several observers."""
+
+    def __init__(self, *observers: EngineObserver) -> None:
+        self.observers = observers
+
+    def first_token(self, seconds: float) -> None:
+        for observer in self.observers:
+            observer.first_token(seconds)
+
+    def round(self, row: Request, num_new: int) -> None:
+        for observer in self.observers:
+            observer.round(row, num_new)
+
+    def answered(self, generation: Generation, row: Request) -> None:
+        for observer in self.observers:
+            observer.answered(generation, row)
+
+    def ended(self, generation: Generation, reason: str) -> None:
+        for observer in self.observers:
+            observer.ended(generation, reason)
 
 
 class Engine:
@@ -345,6 +373,8 @@ class Engine:
             return
         self._keep(row)
         self._leave(row)
+        if not update.error:
+            self.observer.answered(generation, row)
         self._end(generation, update)
 
     def _keep(self, row: Request) -> None:

@@ -43,7 +43,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "store": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -126,6 +125,7 @@ class CommonRequest(Settings):
     guided_choice: Any = None
     guided_grammar: str | None = None
     return_token_ids: bool = False
+    store: bool | None = None
 
     @classmethod
     def read(cls: type[R], body: object) -> R:

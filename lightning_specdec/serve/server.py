@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -15,9 +16,10 @@ from starlette.applications import Starlette
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.serve.app import make_app
-from lightning_specdec.serve.engine import Engine
+from lightning_specdec.serve.engine import Engine, EngineObserver, Observers
 from lightning_specdec.serve.memory import check_memory
 from lightning_specdec.serve.metrics import Metrics
+from lightning_specdec.serve.recording import Recording
 from lightning_specdec.serve.service import Service
 from lightning_specdec.serve.settings import DEFAULT_MAX_LENGTH, ServeSettings
 
@@ -35,11 +37,13 @@ class Server:
         engine: decodes; not started yet.
         app: answers requests.
         settings: where it listens.
+        recording: keeps requests and answers; None if nothing does.
     """
 
     engine: Engine
     app: Starlette
     settings: ServeSettings
+    recording: Recording | None = None
 
     def run(self, bound: socket.socket) -> None:
         """Serve until SIGTERM or Ctrl-C. What runs then has `SHUTDOWN_SECONDS` to finish."""
@@ -70,6 +74,8 @@ class Server:
         """End the engine, if it still runs."""
         self.engine.begin_shutdown(0)
         self.engine.join(SHUTDOWN_SECONDS)
+        if self.recording is not None:
+            self.recording.close()
 
 
 class _Runner(uvicorn.Server):
@@ -104,7 +110,8 @@ def make_server(
         model_name: the model's name in requests and answers.
 
     Raises:
-        ValueError: the decoder has no tokenizer, or there is not enough memory.
+        ValueError: the decoder has no tokenizer, there is not enough memory, or the directory of
+            the records is another's.
     """
     tokenizer = decoder.tokenizer
     if tokenizer is None:
@@ -130,6 +137,16 @@ def make_server(
         cache_bytes=settings.prefix_cache_megabytes * 2**20,
     )
     metrics = Metrics()
+    recording = None
+    observer: EngineObserver = metrics
+    if settings.record is not None:
+        recording = Recording(
+            Path(settings.record).expanduser(),
+            decoder.target,
+            temperature=config.temperature,
+            max_bytes=settings.record_megabytes * 2**20,
+        )
+        observer = Observers(metrics, recording)
     engine = Engine(
         target,
         drafter,
@@ -138,11 +155,12 @@ def make_server(
         max_batch_size=settings.max_batch_size,
         max_queue=settings.max_queue,
         cache_bytes=settings.prefix_cache_megabytes * 2**20,
-        observer=metrics,
+        observer=observer,
     )
     metrics.watch(engine)
-    service = Service(engine, tokenizer, model_name=model_name)
-    return Server(engine, make_app(service, metrics, settings, api_key), settings)
+    service = Service(engine, tokenizer, model_name=model_name, records=recording is not None)
+    app = make_app(service, metrics, settings, api_key)
+    return Server(engine, app, settings, recording)
 
 
 def bind(settings: ServeSettings) -> socket.socket:

@@ -60,12 +60,21 @@ class Service:
         engine: decodes.
         tokenizer: the model's.
         model_name: the model's name in requests and answers.
+        records: whether requests and answers are recorded.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, model_name: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        records: bool = False,
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model_name = model_name
+        self.records = records
         self.names = TokenNames(tokenizer.vocabulary)
         # Tokenizers of transformers may not be called by two threads at once.
         self._tokenizer_lock = threading.Lock()
@@ -166,6 +175,8 @@ class Service:
         prompt_field: str,
     ) -> Job:
         """The generations of all choices: `n` for each prompt."""
+        if request.store and not self.records:
+            raise ApiError("this server stores nothing: leave store out", param="store")
         num_choices = len(prompts) * request.n
         capacity = self.engine.max_batch_size + self.engine.max_queue
         if num_choices > capacity:
@@ -191,6 +202,7 @@ class Service:
                         index=len(generations),
                         changes=prompt_changes,
                         num_top_logprobs=num_top_logprobs,
+                        may_record=request.store is not False,
                     )
                 )
         for generation in generations[:: request.n]:

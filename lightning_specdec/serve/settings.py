@@ -47,6 +47,15 @@ class ServeSettings(Settings):
         minimum=0,
         maximum=MAX_TOKENS,
     )
+    record: str | None = setting(
+        None,
+        "directory to record the tokens of requests and answers in, for `fit --text`; requests "
+        "with `store: false` are left out",
+        metavar="DIR",
+    )
+    record_megabytes: int = setting(
+        256, "size of the records; new ones replace the oldest", minimum=1, maximum=MAX_TOKENS
+    )
 
     @property
     def is_public(self) -> bool:
