@@ -211,7 +211,7 @@ def test_ctrl_c_shows_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "interrupted: what is above was measured by then" in outcome.err
     assert re.search(r"\nModelDrafter +2 ", outcome.out)
 
-    def interrupted_warm_up(self: MeasuredRace) -> None:
+    def interrupted_warm_up(self: MeasuredRace, seconds: float) -> list[str]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(MeasuredRace, "warm_up", interrupted_warm_up)

@@ -115,7 +115,7 @@ def run(options: Namespace) -> int:
         answer["saved"], problem = _save(sweep, source, standing, settings.save)
     manifest = loaded.manifest(config, chosen(options, MeasureSettings), settings)
     if settings.output == "json":
-        say(json.dumps(_document(standing, answer, manifest, interrupted=interrupted)))
+        say(json.dumps(_document(sweep, standing, answer, manifest, interrupted=interrupted)))
     else:
         _print(loaded, sweep, standing, answer, manifest)
     if problem:
@@ -166,6 +166,7 @@ def _make_sweep(
     reporter: _Reporter,
 ) -> Sweep:
     # Imported here because torch takes a second.
+    from lightning_specdec.bench.scouts import scouts
     from lightning_specdec.bench.sweep import Sweep
     from lightning_specdec.bench.ways import draftings, engines
 
@@ -176,7 +177,9 @@ def _make_sweep(
         num_threads=measure.threads,
         any_quantization=getattr(options, "quantization", None) == ANY,
     )
-    kinds = draftings(loaded.decoder, source, (*settings.draft, *settings.drafts))
+    chosen_drafts = (*settings.draft, *settings.drafts)
+    kinds = draftings(loaded.decoder, source, chosen_drafts)
+    doubtful_kinds = scouts(loaded.decoder, source, kinds, has_choice=bool(chosen_drafts))
     sweep = Sweep(
         loaded.decoder,
         source.changed(backend=engines_to_try[0].backend),
@@ -184,13 +187,19 @@ def _make_sweep(
         loaded.decoder.config(config, num_draft_tokens=1).changed(num_draft_tokens=None),
         engines=engines_to_try,
         kinds=kinds,
+        scouts=doubtful_kinds,
         windows=settings.num_draft_tokens,
         seconds=max(0.0, deadline - time.monotonic()),
         batch_size=measure.batch_size,
         watch=reporter.watch,
     )
-    names = ", ".join(kind.name for kind in kinds)
-    log.info("trying %s in %s", names, "; ".join(engine.name for engine in engines_to_try))
+    for text in sweep.found:
+        log.info("found %s", text)
+    log.info("trying %s", "; ".join(kind.name for kind in kinds))
+    if doubtful_kinds:
+        names = "; ".join(scout.drafting.name for scout in doubtful_kinds)
+        log.info("trying, and dropping early unless it helps: %s", names)
+    log.info("computing in %s", "; ".join(engine.name for engine in engines_to_try))
     return sweep
 
 
@@ -310,6 +319,7 @@ def _save(
 
 
 def _document(
+    sweep: Sweep,
     standing: Standing,
     answer: dict[str, Any],
     manifest: dict[str, Any],
@@ -331,6 +341,8 @@ def _document(
         "verdict": {"kind": standing.verdict.kind, "text": standing.verdict.text},
         **answer,
         "failed": dict(standing.failed),
+        "not_measured": dict(sweep.unavailable),
+        "found": sweep.found,
         "interrupted": interrupted,
         "manifest": manifest,
     }
@@ -352,6 +364,8 @@ def _print(
         say(comparison_table(ranked(standing.comparisons), remark=standing.remark))
     for name, reason in {**sweep.unavailable, **standing.failed}.items():
         say(f"not measured: {name}: {reason}")
+    for text in sweep.found:
+        say(f"found {text}")
     say(f"\n{answer['answer']}")
     if answer["command"] is not None:
         say(f"\n{answer['command']}\n{answer['python']}")

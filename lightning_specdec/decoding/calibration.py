@@ -384,6 +384,26 @@ def load_or_measure(
     return calibration
 
 
+def stored(
+    target: LanguageModel,
+    drafter: Drafter,
+    config: DecodingConfig | None = None,
+    *,
+    batch_size: int = 1,
+    **changes: Any,
+) -> Calibration | None:
+    """This machine's calibration for a pair and its settings; None if it was not measured yet."""
+    config = DecodingConfig.of(config, **changes)
+    return _read(_cache_path(target, drafter, config, batch_size))
+
+
+def _read(path: Path) -> Calibration | None:
+    try:
+        return Calibration.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def _cache_path(
     target: LanguageModel,
     drafter: Drafter,
