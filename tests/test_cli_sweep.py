@@ -94,7 +94,7 @@ def test_every_draft_and_window_is_a_row_and_the_command_decodes_like_the_best(
     for prompt in decoded["prompts"]:
         assert prompt["standard"]["tokens"] == prompt["speculative"]["tokens"]
 
-    namespace: dict[str, Any] = {"SpeculativeDecoder": SpeculativeDecoder}
+    namespace: dict[str, Any] = {}
     exec(document["python"], namespace)
     assert namespace["decoder"].num_draft_tokens == best_row["num_draft_tokens"]
 
@@ -126,6 +126,7 @@ def test_the_answer_is_a_sentence_a_command_and_a_line_of_python() -> None:
     assert re.search(
         r"\nfastest: prompt lookup, \d draft tokens, faster: 2\.00x \[1\.90, 2\.10\].*\n"
         r"\nlightning_specdec decode --target target .*--num_draft_tokens \d.*\n"
+        r"\nfrom lightning_specdec import SpeculativeDecoder\n"
         r"decoder = SpeculativeDecoder.from_pretrained\(\"target\", drafter=\"NGramDrafter\", "
         r"num_draft_tokens=\d\)\n",
         text,

@@ -4,6 +4,7 @@ it costs much time, and every kind that is named in a table can be decoded by it
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from lightning_specdec.bench import scouts
 from lightning_specdec.bench.family import family_models, has_same_tokenizer
 from lightning_specdec.bench.measure import Case
 from lightning_specdec.bench.race import Entrant, MeasuredRace
+from lightning_specdec.bench.recommendation import command, pair_values, python_lines
 from lightning_specdec.bench.records import STANDARD
 from lightning_specdec.bench.sweep import MOST_FINALISTS, Sweep
 from lightning_specdec.bench.ways import Drafting, Engine, Way, draftings
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.kinds import Choice
 from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.pairs import write_pair
 from lightning_specdec.decoding import Calibration
 from lightning_specdec.drafters import EarlyExitDrafter, NGramWithFallback
 
@@ -338,3 +341,39 @@ def test_warming_up_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) 
     assert len(race.warm_up(2.5)) == 2
     assert len(race.warm_up(0.0)) == 1
     assert len(race.warm_up()) == 4
+
+
+def test_every_kind_that_is_tried_can_be_copied_as_a_command_and_as_python() -> None:
+    source = PairSource(target="models/target")
+    decoder = target_decoder()
+    kinds: list[Drafting] = []
+    for scout in scouts.scouts(decoder, source, draftings(decoder, source)):
+        kinds += [scout.drafting, *scout.followers]
+    head = Drafting(
+        "head", {"draft": "models/small", "drafter": Choice("SuffixCorpusWithFallback")}
+    )
+    assert len(kinds) == 7
+    for kind in [*kinds, head]:
+        way = Way(Engine("torch", 1), kind, 2)
+        way_source = way.source(source)
+        words = command(way, way_source, {"prompt": ["the cat"], "max_new_tokens": 6}, threads=1)
+        succeed(*shlex.split(words)[1:], "--repeats", "0")
+        namespace: dict[str, Any] = {}
+        exec(python_lines(way, way_source, threads=1), namespace)
+        assert namespace["decoder"].num_draft_tokens == 2
+        assert namespace["decoder"].decode([1, 2, 3], max_new_tokens=4).tokens
+
+
+def test_a_kind_is_saved_as_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = target_decoder()
+    source = PairSource(target=str(Path("models/target").absolute()))
+    all_scouts = scouts.scouts(decoder, source, draftings(decoder, source))
+    exit_scout = next(scout for scout in all_scouts if scout.drafting.name == "exit 2")
+    monkeypatch.chdir(tmp_path)
+    for number, kind in enumerate((exit_scout.drafting, *exit_scout.followers)):
+        way = Way(Engine("torch", 1), kind, 2)
+        values = pair_values(way, way.source(source), description="exit", threads=None)
+        write_pair(f"saved{number}", values)
+        loaded = SpeculativeDecoder.from_pair(f"saved{number}")
+        exit_drafter = getattr(loaded.drafter, "fallback", loaded.drafter)
+        assert exit_drafter.exit_layer == 2

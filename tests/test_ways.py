@@ -13,7 +13,7 @@ from tiny_models import write_text_model
 
 from lightning_specdec import ModelDrafter, SpeculativeDecoder
 from lightning_specdec.bench import recommendation, ways
-from lightning_specdec.bench.recommendation import command, pair_values, python_line
+from lightning_specdec.bench.recommendation import command, pair_values, python_lines
 from lightning_specdec.bench.ways import Drafting, Engine, Way, draftings, engines, matching_drafts
 from lightning_specdec.config.kinds import Choice
 from lightning_specdec.config.models import PairSource
@@ -106,11 +106,15 @@ def test_the_command_and_the_line_of_python_say_what_loads_a_way() -> None:
         "--draft 'my head.safetensors' --drafter NGramWithFallback --max_new_tokens 8 "
         "--prompt 'a b' --prompt c --num_draft_tokens 4 --threads 2"
     )
-    assert python_line(WAY, source, threads=None) == (
+    assert python_lines(WAY, source, threads=None) == (
+        "from lightning_specdec import SpeculativeDecoder\n"
         'decoder = SpeculativeDecoder.from_pretrained("models/target", "my head.safetensors", '
         'backend="openvino", drafter="NGramWithFallback", num_draft_tokens=4)'
     )
-    assert python_line(WAY, source, threads=2).startswith("torch.set_num_threads(2); decoder = ")
+    assert python_lines(WAY, source, threads=2).startswith(
+        "import torch\nfrom lightning_specdec import SpeculativeDecoder\n"
+        "torch.set_num_threads(2)\ndecoder = "
+    )
 
     exit_way = Way(
         Engine("torch", 1),
@@ -121,7 +125,8 @@ def test_the_command_and_the_line_of_python_say_what_loads_a_way() -> None:
     assert "--drafter EarlyExitDrafter --drafter.exit_layer 2" in command(
         exit_way, exit_source, {}, threads=None
     )
-    assert python_line(exit_way, exit_source, threads=None) == (
+    assert python_lines(exit_way, exit_source, threads=None) == (
+        "from lightning_specdec import SpeculativeDecoder\n"
         'decoder = SpeculativeDecoder.from_checkpoint("a.safetensors", backend="torch", '
         "drafter={'class_path': 'EarlyExitDrafter', 'init_args': {'exit_layer': 2}}, "
         'num_draft_tokens="auto")'

@@ -23,7 +23,7 @@ from lightning_specdec.bench.records import SPECULATIVE, STANDARD, Comparison
 from lightning_specdec.bench.scouts import Scout
 from lightning_specdec.bench.statistics import may_be_as_high
 from lightning_specdec.bench.tournament import FEWEST_TURNS, STANDARD_NAME, Tournament
-from lightning_specdec.bench.verdict import Verdict, judge, level_among
+from lightning_specdec.bench.verdict import Verdict, judge, level_among, ranked
 from lightning_specdec.bench.ways import LOOKUP, LOOKUP_NAME, NO_DRAFT, Drafting, Engine, Way
 from lightning_specdec.checkpoints import load_pair
 from lightning_specdec.checkpoints.target_reference import dtype_of
@@ -366,7 +366,9 @@ class Sweep:
         leader = contest.leader
         text = ""
         if leader is not None:
-            text = f"{leader}: {contest.verdict(leader).text}"
+            way = self._entrants[leader].way
+            name = way.draft_name if len(self.engines) == 1 else way.name
+            text = f"{name}: {contest.verdict(leader).text}"
         self._watch(Progress(self._step, len(contest.live), self.seconds_left, text))
 
     # Loading
@@ -531,25 +533,30 @@ class Sweep:
                 rival = STANDARD_NAME if rivals[0] == STANDARD_NAME else "another one"
                 remark = f"dropped: slower than {rival}"
             elif any(way.name in contest.set_aside for contest in self._contests):
-                remark = "set aside: looked slow"
+                remark = "measured no further"
             remarks[comparison.case.cell] = remark
         return Standing(winner, verdict, equals, tuple(comparisons.values()), remarks, self.failed)
 
     def _winner(
         self, comparisons: Mapping[Way, Comparison]
     ) -> tuple[Way | None, Tournament | None]:
-        """The leader of the newest contest that has one, and that contest.
+        """The winner of the newest contest that has one, and that contest.
 
-        If the leader's tokens are wrong, it is the next way of the contest.
+        Of the leader and those that may be as fast in that contest, it is the one that the pieces
+        of all contests favor. If all of their tokens are wrong, it is another way of the contest.
         """
         for contest in reversed(self._contests):
             leader = contest.leader
             if leader is None:
                 continue
-            for name in [leader, *contest.equals(leader), *contest.slower]:
-                way = self._entrants[name].way
-                if self._is_right(comparisons.get(way)):
-                    return way, contest
+            names = [leader, *contest.equals(leader)]
+            for candidates in (names, list(contest.slower)):
+                rows = [comparisons.get(self._entrants[name].way) for name in candidates]
+                right_rows = [row for row in rows if row is not None and self._is_right(row)]
+                if right_rows:
+                    best_row = ranked(right_rows)[0]
+                    ways = [way for way, row in comparisons.items() if row is best_row]
+                    return ways[0], contest
         return None, None
 
     def _equals(

@@ -40,6 +40,8 @@ lightning_specdec sweep checkpoints/rnn.safetensors --max_new_tokens 7 --minutes
 lightning_specdec sweep checkpoints/rnn.safetensors --temperature 1 --rule RejectionSampling"""
 FIRST_TABLE_SECONDS = 20.0
 """Seconds after which a first table is shown."""
+FIGURES = ("tokens_per_second", "acceptance_rate", "block_efficiency", "walltime_speedup")
+"""Columns of the table. Total seconds differ by the turns that a way got, so they say nothing."""
 ANY = "any"
 """Value of --quantization that also tries int8 weights."""
 
@@ -237,7 +239,7 @@ class _Reporter:
 
         assert self.sweep is not None
         comparisons = self.sweep.standing().comparisons
-        table = comparison_table(ranked(comparisons), remark=_verdict_word)
+        table = comparison_table(ranked(comparisons), figures=FIGURES, remark=_verdict_word)
         say(f"so far:\n{table}\n", file=sys.stderr, flush=True)
 
 
@@ -262,7 +264,7 @@ def _answer(
     standing: Standing,
 ) -> dict[str, Any]:
     """The answer: a sentence, and what to copy if it is proven."""
-    from lightning_specdec.bench.recommendation import command, python_line, sentence
+    from lightning_specdec.bench.recommendation import command, python_lines, sentence
 
     has_engines = len(sweep.engines) > 1
     answer: dict[str, Any] = {
@@ -281,7 +283,7 @@ def _answer(
     not_decode |= {"MODEL", "threads"}
     flags = {name: value for name, value in vars(options).items() if name not in not_decode}
     answer["command"] = command(winner, winner_source, flags, threads=threads)
-    answer["python"] = python_line(winner, winner_source, threads=threads)
+    answer["python"] = python_lines(winner, winner_source, threads=threads)
     return answer
 
 
@@ -361,14 +363,15 @@ def _print(
     from lightning_specdec.bench.verdict import ranked
 
     if standing.comparisons:
-        say(comparison_table(ranked(standing.comparisons), remark=standing.remark))
+        rows = ranked(standing.comparisons)
+        say(comparison_table(rows, figures=FIGURES, remark=standing.remark))
     for name, reason in {**sweep.unavailable, **standing.failed}.items():
         say(f"not measured: {name}: {reason}")
     for text in sweep.found:
         say(f"found {text}")
     say(f"\n{answer['answer']}")
     if answer["command"] is not None:
-        say(f"\n{answer['command']}\n{answer['python']}")
+        say(f"\n{answer['command']}\n\n{answer['python']}")
     if answer["saved"] is not None:
         say(f"\nsaved in {answer['saved']}: --pair {_pair_name(answer['saved'])}")
     num_prompts = counted(len(loaded.prompts), "prompt")
