@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import cases
 import pytest
+import torch
+from families import tiny
 
+import lightning_specdec
 from lightning_specdec.decoding import calibration as measuring
 from lightning_specdec.decoding.calibration import FEWEST_PASSES, calibrate, load_or_measure
 from lightning_specdec.drafters import NGramDrafter
@@ -134,3 +138,25 @@ def test_the_log_says_what_is_measured_and_how_long_it_took(
     caplog.clear()
     load_or_measure(cases.target("rnn"), NGramDrafter())
     assert not caplog.records
+
+
+def test_custom_generate_says_that_it_measures_and_how_long_it_took(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    measuring.inform_once.cache_clear()
+    caplog.set_level(logging.INFO, logger="lightning_specdec")
+    model: Any = tiny("llama")
+    model.generate(
+        torch.tensor([[1, 2, 3]]),
+        custom_generate=lightning_specdec.generate,
+        num_draft_tokens="auto",
+        max_new_tokens=4,
+    )
+    messages = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("lightning_specdec.")
+    ]
+    measuring_at = next(i for i, text in enumerate(messages) if "measuring what rounds" in text)
+    pattern = r"measured what rounds with NGramDrafter cost, in \d+\.\d s"
+    assert any(re.fullmatch(pattern, text) for text in messages[measuring_at + 1 :])

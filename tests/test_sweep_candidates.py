@@ -32,7 +32,7 @@ from lightning_specdec.config.pairs import write_pair
 from lightning_specdec.decoding import Calibration
 from lightning_specdec.drafters import EarlyExitDrafter, NGramWithFallback
 
-LARGE = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}
+LARGE: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocab[first], vocab[second] = vocab[second], vocab[first]
     tokenizer_path.write_text(json.dumps(tokenizer))
 
-    for name, values in {
+    changes: dict[str, dict[str, Any]] = {
         "own_code": {"auto_map": {"AutoModelForCausalLM": "model.Own"}},
         "quantized": {"quantization_config": {"quant_method": "awq"}},
         "masked": {"architectures": ["BertForMaskedLM"]},
-    }.items():
+    }
+    for name, values in changes.items():
         shutil.copytree(models / "small", models / name)
         edit_config(**values)(models / name)
     shutil.copytree(models / "small", models / "incomplete")

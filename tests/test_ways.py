@@ -76,6 +76,7 @@ def test_engines_are_those_that_the_user_allows(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ways, "SMALL_MODEL", 0)
     monkeypatch.setattr(ways, "MOST_SMALL", 0)
     monkeypatch.setattr(ways, "check_openvino", lambda device: None)
+    monkeypatch.setattr(ways, "is_busy", lambda: False)
     monkeypatch.setattr(ways.os, "sched_getaffinity", lambda pid: range(4))
     names = [engine.name for engine in engines(target, source)]
     counts = list(dict.fromkeys([present, 4, 1]))
@@ -203,3 +204,16 @@ def test_standard_decoding_is_a_command_too() -> None:
     way = Way(Engine("openvino", 2))
     words = command(way, way.source(PairSource(target="t")), {}, threads=None)
     assert words == "lightning_specdec decode --target t --backend openvino --mode standard"
+
+
+def test_a_busy_machine_is_compared_with_one_thread_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what the warning about other programs is about: several threads wait for each
+    other, and the whole comparison with them."""
+    target = target_decoder().target
+    source = PairSource(target="models/target", backend="torch")
+    monkeypatch.setattr(ways, "SMALL_MODEL", 0)
+    monkeypatch.setattr(ways.torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(ways.os, "sched_getaffinity", lambda pid: range(4))
+    for load, counts in ((0.5, [4, 1]), (100.0 * (ways.os.cpu_count() or 1), [1, 4])):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, load, load))
+        assert [engine.num_threads for engine in engines(target, source)] == counts

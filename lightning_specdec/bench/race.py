@@ -94,7 +94,7 @@ class MeasuredRace(Race):
             The ways that are warmed up. A turn of them takes about as long.
         """
         deadline = time.monotonic() + seconds
-        names = []
+        names: list[str] = []
         for name, entrant in {self.standard.way.name: self.standard, **self.entrants}.items():
             if len(names) > 1 and time.monotonic() > deadline:
                 break

@@ -208,8 +208,10 @@ class Sweep:
         # The first answers only warm up. One prompt suffices: a large model takes seconds.
         case = replace(standard, prompts=standard.prompts[: self._batch_size])
         tape = case.tape(is_endless=True)
+        started = time.monotonic()
         tape.run_piece(self._piece_tokens)
-        tape.run_piece(2 * self._piece_tokens)
+        if time.monotonic() - started < FEWEST_WARM_UP_SECONDS:
+            tape.run_piece(2 * self._piece_tokens)
         seconds = sum(segment.seconds for segment in tape.pieces[-1])
         self._step_seconds = seconds * self._batch_size / self._piece_tokens
         if 0 < seconds < MIN_PIECE_SECONDS:
@@ -254,6 +256,12 @@ class Sweep:
 
     def _choose_draft(self, engines: Sequence[Engine]) -> None:
         """Find the best draft on the best engine, then compare it on the engines that are left."""
+        if not self.seconds_left and self._contests:
+            # The comparison of engines took all of the time, and has an answer.
+            untried = [kind.name for kind in self.kinds if kind.name != LOOKUP_NAME]
+            untried += [scout.drafting.name for scout in self.scouts]
+            self.unavailable.update(dict.fromkeys(untried, NO_TIME))
+            return
         kinds = [*self.kinds, *self._qualified_kinds(engines[0])]
         fixed_windows = [window for window in self.windows if isinstance(window, int)]
         adaptive_windows = [window for window in self.windows if isinstance(window, str)]
@@ -349,13 +357,17 @@ class Sweep:
         self.failed.update(race.failed)
         for name in race.entrants:
             if name not in names and name not in race.failed:
-                self.unavailable[self._entrants[name].way.draft_name] = NO_TIME
+                self.unavailable[self._shown_name(self._entrants[name].way)] = NO_TIME
         if not names:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
             raise ValueError(f"nothing can be measured: {reasons}")
         contest = Tournament(race, names, seconds=seconds_for_turns)
         self._contests.append(contest)
         return contest
+
+    def _shown_name(self, way: Way) -> str:
+        """A way in a few words, with its engine if there are several."""
+        return way.draft_name if len(self.engines) == 1 else way.name
 
     def _say(self, step: str) -> None:
         self._watch(Progress(step, len(self._entrants), self.seconds_left))
@@ -366,8 +378,7 @@ class Sweep:
         leader = contest.leader
         text = ""
         if leader is not None:
-            way = self._entrants[leader].way
-            name = way.draft_name if len(self.engines) == 1 else way.name
+            name = self._shown_name(self._entrants[leader].way)
             text = f"{name}: {contest.verdict(leader).text}"
         self._watch(Progress(self._step, len(contest.live), self.seconds_left, text))
 

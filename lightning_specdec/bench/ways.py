@@ -30,6 +30,7 @@ from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.loading import check_openvino
 from lightning_specdec.models.packed import SMALL_MODEL, check_quantization
 from lightning_specdec.models.safetensors_file import read_header
+from lightning_specdec.models.threads import is_busy
 
 log = logging.getLogger(__name__)
 
@@ -161,12 +162,19 @@ def engines(
 
 
 def _thread_counts(target: LanguageModel) -> list[int]:
-    """Numbers of CPU threads to try, torch's present number first."""
+    """Numbers of CPU threads to try: torch's present number first, or one on a busy machine.
+
+    Threads wait for each other, so a core that is busy slows all of them down, and with them
+    everything that is compared.
+    """
     default = torch.get_num_threads()
     if target.num_parameters < SMALL_MODEL:
         return [default]
     num_cores = len(os.sched_getaffinity(0))
-    return list(dict.fromkeys([default, num_cores, 1]))
+    counts = [default, num_cores, 1]
+    if is_busy():
+        counts = [1, default, num_cores]
+    return list(dict.fromkeys(counts))
 
 
 def _can_use_openvino(target: LanguageModel, source: PairSource) -> bool:
@@ -264,8 +272,8 @@ def trained_exits(path: Path) -> list[int]:
 def _place(path: Path, target: LanguageModel) -> str:
     """Where a draft file was found, in words."""
     assert target.origin is not None
-    directory = Path(target.origin.path).resolve()
-    if path.resolve().parent in (directory, directory.parent):
+    directory = Path(target.origin.path)
+    if path.parent.resolve() in (directory.resolve(), directory.parent.resolve()):
         return "beside the target"
     return "among the drafts that ship" if path.is_absolute() else "in the current directory"
 

@@ -247,12 +247,14 @@ def _verdict_word(comparison: Comparison) -> str:
     return comparison.verdict.word
 
 
-def _threads(sweep: Sweep, options: Namespace | None, standing: Standing) -> int | None:
+def _threads(options: Namespace | None, standing: Standing) -> int | None:
     """The number of CPU threads that the winner needs to be told; None for the default."""
+    import torch
+
     assert standing.winner is not None
     num_threads = standing.winner.engine.num_threads
     was_chosen = options is not None and "threads" in options
-    if num_threads == sweep.engines[0].num_threads and not was_chosen:
+    if num_threads == torch.get_num_threads() and not was_chosen:
         return None
     return num_threads
 
@@ -277,7 +279,7 @@ def _answer(
         return answer
     winner = standing.winner
     winner_source = _named_source(winner.source(source), has_engines, source)
-    threads = _threads(sweep, options, standing)
+    threads = _threads(options, standing)
     not_decode = {field.name for field in setting_fields(SweepSettings)}
     not_decode |= {field.name for field in setting_fields(PairSource)}
     not_decode |= {"MODEL", "threads"}
@@ -313,7 +315,7 @@ def _save(
             standing.winner,
             standing.winner.source(source),
             description=f"{standing.winner.draft_name}, found by sweep",
-            threads=_threads(sweep, None, standing),
+            threads=_threads(None, standing),
         )
         return str(write_pair(name, values)), ""
     except (ValueError, OSError) as error:
@@ -365,8 +367,13 @@ def _print(
     if standing.comparisons:
         rows = ranked(standing.comparisons)
         say(comparison_table(rows, figures=FIGURES, remark=standing.remark))
-    for name, reason in {**sweep.unavailable, **standing.failed}.items():
+    for name, reason in standing.failed.items():
         say(f"not measured: {name}: {reason}")
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in sweep.unavailable.items():
+        names_by_reason.setdefault(reason, []).append(name)
+    for reason, names in names_by_reason.items():
+        say(f"not measured: {'; '.join(names)}: {reason}")
     for text in sweep.found:
         say(f"found {text}")
     say(f"\n{answer['answer']}")
