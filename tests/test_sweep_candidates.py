@@ -378,3 +378,12 @@ def test_a_kind_is_saved_as_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         loaded = SpeculativeDecoder.from_pair(f"saved{number}")
         exit_drafter = getattr(loaded.drafter, "fallback", loaded.drafter)
         assert exit_drafter.exit_layer == 2
+
+
+@pytest.mark.usefixtures("few_turns")
+def test_what_was_measured_in_another_contest_is_not_listed_as_missing() -> None:
+    sweep = make_sweep(AMPLE, (2,))
+    sweep.run()
+    sweep.unavailable["prompt lookup, 2 draft tokens"] = "no time was left"
+    sweep.unavailable["a large model"] = "not enough memory"
+    assert sweep.not_measured == {"a large model": "not enough memory"}

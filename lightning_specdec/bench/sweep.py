@@ -311,12 +311,17 @@ class Sweep:
             self.unavailable[names] = NO_TIME
             return []
 
+        end = self.seconds_left * (1 - QUALIFYING_SHARE)
+        loading_end = self.seconds_left * (1 - QUALIFYING_SHARE / 2)
         lookup = Drafting(LOOKUP_NAME, _TARGET_ALONE)
         entrants = self._load(engine, [lookup], [LOOKUP_WINDOW])
         lookup_name = Way(engine, lookup, LOOKUP_WINDOW).name
         rivals: dict[str, str | None] = {}
         scouts_by_name: dict[str, Scout] = {}
         for scout in scouts:
+            if rivals and self.seconds_left < loading_end:
+                self.unavailable[scout.drafting.name] = NO_TIME
+                continue
             # One that cannot be loaded here was not asked for, so it is no failure.
             loaded = self._load(
                 engine, [scout.drafting], [scout.num_draft_tokens], failures=self.unavailable
@@ -329,9 +334,8 @@ class Sweep:
                 rivals[entrant.way.name] = lookup_name if scout.beats_lookup else None
         if not rivals:
             return []
-        contest = self._contest(
-            entrants, "looking for drafts that may pay", self.seconds_left * QUALIFYING_SHARE
-        )
+        seconds = max(0.0, self.seconds_left - end)
+        contest = self._contest(entrants, "looking for drafts that may pay", seconds)
         return [scouts_by_name[name] for name in contest.qualify(rivals, self._report)]
 
     def _finalists(self, contest: Tournament) -> list[Way]:
@@ -504,6 +508,18 @@ class Sweep:
         return self._decoders[key]
 
     # Results
+
+    @property
+    def not_measured(self) -> dict[str, str]:
+        """What is not in the table, and why, without what failed.
+
+        A way that there was no time for in one contest may have been measured in another.
+        """
+        measured = set()
+        for entrant in self._entrants.values():
+            if entrant.pieces:
+                measured.add(self._shown_name(entrant.way))
+        return {name: text for name, text in self.unavailable.items() if name not in measured}
 
     @property
     def found(self) -> list[str]:

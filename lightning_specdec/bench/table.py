@@ -112,7 +112,8 @@ def comparison_table(
     figure_columns = _FIGURE_COLUMNS
     if figures is not None:
         figure_columns = tuple(column for column in _FIGURE_COLUMNS if column[0] in figures)
-    if _varies(_RULE_COLUMN, comparisons):
+    speculative = [row for row in comparisons if row.case.rule is not None]
+    if _varies(_RULE_COLUMN, speculative):
         columns.append(_RULE_COLUMN)
 
     lines = []

@@ -42,6 +42,8 @@ FIRST_TABLE_SECONDS = 20.0
 """Seconds after which a first table is shown."""
 FIGURES = ("tokens_per_second", "acceptance_rate", "block_efficiency", "walltime_speedup")
 """Columns of the table. Total seconds differ by the turns that a way got, so they say nothing."""
+MAX_NAMED = 6
+"""Ways that are named in a line; JSON has all of them."""
 ANY = "any"
 """Value of --quantization that also tries int8 weights."""
 
@@ -345,7 +347,7 @@ def _document(
         "verdict": {"kind": standing.verdict.kind, "text": standing.verdict.text},
         **answer,
         "failed": dict(standing.failed),
-        "not_measured": dict(sweep.unavailable),
+        "not_measured": sweep.not_measured,
         "found": sweep.found,
         "interrupted": interrupted,
         "manifest": manifest,
@@ -370,9 +372,12 @@ def _print(
     for name, reason in standing.failed.items():
         say(f"not measured: {name}: {reason}")
     names_by_reason: dict[str, list[str]] = {}
-    for name, reason in sweep.unavailable.items():
+    for name, reason in sweep.not_measured.items():
         names_by_reason.setdefault(reason, []).append(name)
     for reason, names in names_by_reason.items():
+        num_unnamed = len(names) - MAX_NAMED
+        if num_unnamed > 1:
+            names = [*names[:MAX_NAMED], f"{num_unnamed} more"]
         say(f"not measured: {'; '.join(names)}: {reason}")
     for text in sweep.found:
         say(f"found {text}")
