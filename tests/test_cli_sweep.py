@@ -94,7 +94,7 @@ def test_every_draft_and_window_is_a_row_and_the_command_decodes_like_the_best(
     for prompt in decoded["prompts"]:
         assert prompt["standard"]["tokens"] == prompt["speculative"]["tokens"]
 
-    namespace: dict[str, Any] = {"SpeculativeDecoder": SpeculativeDecoder}
+    namespace: dict[str, Any] = {}
     exec(document["python"], namespace)
     assert namespace["decoder"].num_draft_tokens == best_row["num_draft_tokens"]
 
@@ -126,6 +126,7 @@ def test_the_answer_is_a_sentence_a_command_and_a_line_of_python() -> None:
     assert re.search(
         r"\nfastest: prompt lookup, \d draft tokens, faster: 2\.00x \[1\.90, 2\.10\].*\n"
         r"\nlightning_specdec decode --target target .*--num_draft_tokens \d.*\n"
+        r"\nfrom lightning_specdec import SpeculativeDecoder\n"
         r"decoder = SpeculativeDecoder.from_pretrained\(\"target\", drafter=\"NGramDrafter\", "
         r"num_draft_tokens=\d\)\n",
         text,
@@ -211,7 +212,7 @@ def test_ctrl_c_shows_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "interrupted: what is above was measured by then" in outcome.err
     assert re.search(r"\nModelDrafter +2 ", outcome.out)
 
-    def interrupted_warm_up(self: MeasuredRace) -> None:
+    def interrupted_warm_up(self: MeasuredRace, seconds: float) -> list[str]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(MeasuredRace, "warm_up", interrupted_warm_up)

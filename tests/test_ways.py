@@ -13,7 +13,7 @@ from tiny_models import write_text_model
 
 from lightning_specdec import ModelDrafter, SpeculativeDecoder
 from lightning_specdec.bench import recommendation, ways
-from lightning_specdec.bench.recommendation import command, pair_values, python_line
+from lightning_specdec.bench.recommendation import command, pair_values, python_lines
 from lightning_specdec.bench.ways import Drafting, Engine, Way, draftings, engines, matching_drafts
 from lightning_specdec.config.kinds import Choice
 from lightning_specdec.config.models import PairSource
@@ -76,6 +76,7 @@ def test_engines_are_those_that_the_user_allows(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ways, "SMALL_MODEL", 0)
     monkeypatch.setattr(ways, "MOST_SMALL", 0)
     monkeypatch.setattr(ways, "check_openvino", lambda device: None)
+    monkeypatch.setattr(ways, "is_busy", lambda: False)
     monkeypatch.setattr(ways.os, "sched_getaffinity", lambda pid: range(4))
     names = [engine.name for engine in engines(target, source)]
     counts = list(dict.fromkeys([present, 4, 1]))
@@ -106,11 +107,15 @@ def test_the_command_and_the_line_of_python_say_what_loads_a_way() -> None:
         "--draft 'my head.safetensors' --drafter NGramWithFallback --max_new_tokens 8 "
         "--prompt 'a b' --prompt c --num_draft_tokens 4 --threads 2"
     )
-    assert python_line(WAY, source, threads=None) == (
+    assert python_lines(WAY, source, threads=None) == (
+        "from lightning_specdec import SpeculativeDecoder\n"
         'decoder = SpeculativeDecoder.from_pretrained("models/target", "my head.safetensors", '
         'backend="openvino", drafter="NGramWithFallback", num_draft_tokens=4)'
     )
-    assert python_line(WAY, source, threads=2).startswith("torch.set_num_threads(2); decoder = ")
+    assert python_lines(WAY, source, threads=2).startswith(
+        "import torch\nfrom lightning_specdec import SpeculativeDecoder\n"
+        "torch.set_num_threads(2)\ndecoder = "
+    )
 
     exit_way = Way(
         Engine("torch", 1),
@@ -121,7 +126,8 @@ def test_the_command_and_the_line_of_python_say_what_loads_a_way() -> None:
     assert "--drafter EarlyExitDrafter --drafter.exit_layer 2" in command(
         exit_way, exit_source, {}, threads=None
     )
-    assert python_line(exit_way, exit_source, threads=None) == (
+    assert python_lines(exit_way, exit_source, threads=None) == (
+        "from lightning_specdec import SpeculativeDecoder\n"
         'decoder = SpeculativeDecoder.from_checkpoint("a.safetensors", backend="torch", '
         "drafter={'class_path': 'EarlyExitDrafter', 'init_args': {'exit_layer': 2}}, "
         'num_draft_tokens="auto")'
@@ -198,3 +204,16 @@ def test_standard_decoding_is_a_command_too() -> None:
     way = Way(Engine("openvino", 2))
     words = command(way, way.source(PairSource(target="t")), {}, threads=None)
     assert words == "lightning_specdec decode --target t --backend openvino --mode standard"
+
+
+def test_a_busy_machine_is_compared_with_one_thread_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what the warning about other programs is about: several threads wait for each
+    other, and the whole comparison with them."""
+    target = target_decoder().target
+    source = PairSource(target="models/target", backend="torch")
+    monkeypatch.setattr(ways, "SMALL_MODEL", 0)
+    monkeypatch.setattr(ways.torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(ways.os, "sched_getaffinity", lambda pid: range(4))
+    for load, counts in ((0.5, [4, 1]), (100.0 * (ways.os.cpu_count() or 1), [1, 4])):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, load, load))
+        assert [engine.num_threads for engine in engines(target, source)] == counts

@@ -45,7 +45,7 @@ from lightning_specdec.decoding import (
     speculative_decode,
 )
 from lightning_specdec.decoding.autoregressive import open_standard
-from lightning_specdec.decoding.calibration import load_or_measure
+from lightning_specdec.decoding.calibration import load_or_measure, stored
 from lightning_specdec.decoding.requests import check_batch, check_eos, num_shared
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter, NGramWithFallback
@@ -128,14 +128,22 @@ class Case:
             return self
 
         assert self.drafter is not None
-        costs = load_or_measure(
-            self.target,
-            self.drafter,
-            batch_size=self.batch_size,
-            rule=self.rule,
-            sampling=Sampling.of(self.config),
-        )
+        costs = load_or_measure(self.target, self.drafter, **self._measured_settings)
         return replace(self, config=self.config.changed(num_draft_tokens=AdaptiveWindow(costs)))
+
+    def has_costs(self) -> bool:
+        """Whether it has been measured on this machine what the calls of an `auto` window cost."""
+        assert isinstance(self.drafter, Drafter)
+        return stored(self.target, self.drafter, **self._measured_settings) is not None
+
+    @property
+    def _measured_settings(self) -> dict[str, Any]:
+        """The settings that the costs of calls depend on."""
+        return {
+            "batch_size": self.batch_size,
+            "rule": self.rule,
+            "sampling": Sampling.of(self.config),
+        }
 
     def decode(self, *, seed: int) -> DecodeResult:
         """Decode the prompts, batch by batch, without garbage collection."""

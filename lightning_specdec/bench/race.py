@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,11 +84,24 @@ class MeasuredRace(Race):
         for entrant in self.entrants.values():
             entrant.races.append(self)
 
-    def warm_up(self) -> None:
-        """Run a piece of each way that does not count."""
-        for entrant in (self.standard, *self.entrants.values()):
+    def warm_up(self, seconds: float = math.inf) -> list[str]:
+        """Run a piece of each way that does not count.
+
+        Args:
+            seconds: how long that may take. One way is warmed up in any case.
+
+        Returns:
+            The ways that are warmed up. A turn of them takes about as long.
+        """
+        deadline = time.monotonic() + seconds
+        names: list[str] = []
+        for name, entrant in {self.standard.way.name: self.standard, **self.entrants}.items():
+            if len(names) > 1 and time.monotonic() > deadline:
+                break
             with self._failing(entrant):
                 _run_piece(entrant, entrant.case.tape(), self.piece_tokens)
+                names.append(name)
+        return names[1:]
 
     def run_turn(self, names: Sequence[str]) -> None:
         self._goal += self.piece_tokens

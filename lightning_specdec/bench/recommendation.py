@@ -1,4 +1,4 @@
-"""The answer of a sweep: a sentence, a command, a line of Python, and a pair with a name."""
+"""The answer of a sweep: a sentence, a command, lines of Python, and a pair with a name."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def flag_words(name: str, value: Any) -> list[str]:
     return [f"--{name}", str(value)]
 
 
-def python_line(way: Way, source: PairSource, *, threads: int | None) -> str:
-    """The line of Python that makes the decoder of a way.
+def python_lines(way: Way, source: PairSource, *, threads: int | None) -> str:
+    """The lines of Python that make the decoder of a way, imports included.
 
     Arguments as of `command`.
     """
@@ -126,8 +126,11 @@ def python_line(way: Way, source: PairSource, *, threads: int | None) -> str:
 
     arguments = [_quoted(value) for value in positional]
     arguments += [f"{name}={_quoted(value)}" for name, value in values.items()]
-    line = f"decoder = SpeculativeDecoder.{constructor}({', '.join(arguments)})"
-    return line if threads is None else f"torch.set_num_threads({threads}); {line}"
+    lines = ["from lightning_specdec import SpeculativeDecoder"]
+    if threads is not None:
+        lines = ["import torch", *lines, f"torch.set_num_threads({threads})"]
+    lines.append(f"decoder = SpeculativeDecoder.{constructor}({', '.join(arguments)})")
+    return "\n".join(lines)
 
 
 def _quoted(value: Any) -> str:

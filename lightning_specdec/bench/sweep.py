@@ -1,7 +1,9 @@
 """Find the fastest way to decode a target on this machine: engines first, then drafts on the best.
 
 Every way takes turns with the others and with standard decoding, on the same text. A tournament
-decides which of them get more time.
+decides which of them get more time. Drafts that were not trained for the target have to qualify
+with one number of draft tokens. The best drafts are tried with `auto` last, since it has to be
+measured what their calls cost.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from lightning_specdec.bench.measure import FAILURES, Case, windows_of
 from lightning_specdec.bench.pieces import PIECE_TOKENS
 from lightning_specdec.bench.race import Entrant, MeasuredRace
 from lightning_specdec.bench.records import SPECULATIVE, STANDARD, Comparison
+from lightning_specdec.bench.scouts import Scout
 from lightning_specdec.bench.statistics import may_be_as_high
-from lightning_specdec.bench.tournament import FEWEST_TURNS, Tournament
-from lightning_specdec.bench.verdict import Verdict, judge, level_among
+from lightning_specdec.bench.tournament import FEWEST_TURNS, STANDARD_NAME, Tournament
+from lightning_specdec.bench.verdict import Verdict, judge, level_among, ranked
 from lightning_specdec.bench.ways import LOOKUP, LOOKUP_NAME, NO_DRAFT, Drafting, Engine, Way
 from lightning_specdec.checkpoints import load_pair
 from lightning_specdec.checkpoints.target_reference import dtype_of
@@ -35,19 +38,33 @@ from lightning_specdec.drafters import Drafter
 
 MIN_PIECE_SECONDS = 0.01
 """Pieces of a small model hold more tokens, so that their seconds can be measured."""
+LEAST_SHARE = 0.2
+"""Share of the time that must be left for drafts that have to qualify."""
 LOADING_SHARE = 0.4
 """Share of the time after which no further engine is loaded."""
 NO_TIME = "no time was left: give more --minutes"
 ENGINE_SHARE = 0.25
 """Share of the time for choosing an engine, if there are several."""
+QUALIFYING_SHARE = 0.25
+"""Share of the rest in which drafts qualify, for those that load a model and for the others."""
+MOST_QUALIFIED = 2
+"""Drafts that qualify, of those that load a model and of the others."""
 FINAL_SHARE = 0.3
-"""Share of the rest for comparing the best drafts on the engines that are left."""
+"""Share of the rest for comparing the best drafts on the engines that are left, and `auto`."""
 MOST_ENGINES = 2
 """Engines that the final compares."""
 MOST_FINALISTS = 2
 """Drafts that the final compares."""
 LOOKUP_WINDOW = 4
 """Draft tokens of the lookup by which engines are compared."""
+WARM_UP_SHARE = 0.5
+"""Share of a contest's time after which no further way enters: a turn takes as long as warming up.
+"""
+FEWEST_WARM_UP_SECONDS = 10.0
+"""Time for warming up that is taken in any case."""
+MEASURING_STEPS = 130
+"""Steps of standard decoding that last about as long as measuring what the calls of a draft cost.
+"""
 _TARGET_ALONE = {"drafter": LOOKUP, **NO_DRAFT}
 """Fields of a source that loads a target and no draft."""
 
@@ -113,6 +130,7 @@ class Sweep:
         engines: what may compute the target. Every way is compared with standard decoding on the
             first one.
         kinds: the drafts to try.
+        scouts: drafts that have to qualify first.
         windows: numbers of draft tokens to try, and "auto".
         seconds: until the answer.
         batch_size: prompts that are decoded together.
@@ -134,6 +152,7 @@ class Sweep:
         kinds: Sequence[Drafting],
         windows: Sequence[int | str],
         seconds: float,
+        scouts: Sequence[Scout] = (),
         batch_size: int = 1,
         watch: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
@@ -146,6 +165,7 @@ class Sweep:
         self.config = config
         self.engines = list(engines)
         self.kinds = list(kinds)
+        self.scouts = list(scouts)
         self.windows = list(windows)
         self.failed: dict[str, str] = {}
         self.unavailable: dict[str, str] = {}
@@ -158,6 +178,8 @@ class Sweep:
         self._piece_tokens = PIECE_TOKENS * batch_size
         self._watch = watch
         self._deadline = time.monotonic() + seconds
+        self._seconds = seconds
+        self._step_seconds = 0.0
         self._step = ""
         self._standard: Entrant | None = None
 
@@ -186,9 +208,12 @@ class Sweep:
         # The first answers only warm up. One prompt suffices: a large model takes seconds.
         case = replace(standard, prompts=standard.prompts[: self._batch_size])
         tape = case.tape(is_endless=True)
+        started = time.monotonic()
         tape.run_piece(self._piece_tokens)
-        tape.run_piece(2 * self._piece_tokens)
+        if time.monotonic() - started < FEWEST_WARM_UP_SECONDS:
+            tape.run_piece(2 * self._piece_tokens)
         seconds = sum(segment.seconds for segment in tape.pieces[-1])
+        self._step_seconds = seconds * self._batch_size / self._piece_tokens
         if 0 < seconds < MIN_PIECE_SECONDS:
             self._piece_tokens = round(self._piece_tokens * MIN_PIECE_SECONDS / seconds)
 
@@ -231,9 +256,18 @@ class Sweep:
 
     def _choose_draft(self, engines: Sequence[Engine]) -> None:
         """Find the best draft on the best engine, then compare it on the engines that are left."""
-        has_final = len(engines) > 1
+        if not self.seconds_left and self._contests:
+            # The comparison of engines took all of the time, and has an answer.
+            untried = [kind.name for kind in self.kinds if kind.name != LOOKUP_NAME]
+            untried += [scout.drafting.name for scout in self.scouts]
+            self.unavailable.update(dict.fromkeys(untried, NO_TIME))
+            return
+        kinds = [*self.kinds, *self._qualified_kinds(engines[0])]
+        fixed_windows = [window for window in self.windows if isinstance(window, int)]
+        adaptive_windows = [window for window in self.windows if isinstance(window, str)]
+        has_final = len(engines) > 1 or bool(fixed_windows and adaptive_windows)
         share = 1 - FINAL_SHARE if has_final else 1.0
-        entrants = self._load(engines[0], self.kinds, self.windows)
+        entrants = self._load(engines[0], kinds, fixed_windows or adaptive_windows)
         contest = self._contest(entrants, "comparing drafts", self.seconds_left * share)
         contest.run(self._report)
         if contest.leader is None or not has_final or not self.seconds_left:
@@ -246,9 +280,63 @@ class Sweep:
                 assert way.num_draft_tokens is not None
                 loaded = self._load(engine, [way.drafting], [way.num_draft_tokens])
                 finalists += [entrant for entrant in loaded if entrant not in finalists]
-        if finalists:
+        if fixed_windows:
+            for way in self._finalists(contest):
+                assert way.drafting is not None
+                loaded = self._load(engines[0], [way.drafting], adaptive_windows)
+                finalists += [entrant for entrant in loaded if entrant not in finalists]
+        drafted = [entrant for entrant in finalists if entrant.way.drafting is not None]
+        if len(drafted) > 1:
             final = self._contest(finalists, "the final", self.seconds_left)
             final.run(self._report)
+
+    def _qualified_kinds(self, engine: Engine) -> list[Drafting]:
+        """The kinds of drafts that qualify, those that go with them included.
+
+        Those that load a model come last, so that there is a first table early.
+        """
+        kinds: list[Drafting] = []
+        for loads_model in (False, True):
+            scouts = [scout for scout in self.scouts if scout.loads_model == loads_model]
+            for scout in self._qualified(engine, scouts)[:MOST_QUALIFIED]:
+                kinds += [scout.drafting, *scout.followers]
+        return kinds
+
+    def _qualified(self, engine: Engine, scouts: Sequence[Scout]) -> list[Scout]:
+        """Those of these drafts that may pay, the fastest first."""
+        names = ", ".join(scout.drafting.name for scout in scouts)
+        if not scouts:
+            return []
+        if self.seconds_left < LEAST_SHARE * self._seconds or not self.seconds_left:
+            self.unavailable[names] = NO_TIME
+            return []
+
+        end = self.seconds_left * (1 - QUALIFYING_SHARE)
+        loading_end = self.seconds_left * (1 - QUALIFYING_SHARE / 2)
+        lookup = Drafting(LOOKUP_NAME, _TARGET_ALONE)
+        entrants = self._load(engine, [lookup], [LOOKUP_WINDOW])
+        lookup_name = Way(engine, lookup, LOOKUP_WINDOW).name
+        rivals: dict[str, str | None] = {}
+        scouts_by_name: dict[str, Scout] = {}
+        for scout in scouts:
+            if rivals and self.seconds_left < loading_end:
+                self.unavailable[scout.drafting.name] = NO_TIME
+                continue
+            # One that cannot be loaded here was not asked for, so it is no failure.
+            loaded = self._load(
+                engine, [scout.drafting], [scout.num_draft_tokens], failures=self.unavailable
+            )
+            for entrant in loaded:
+                if entrant in entrants:
+                    continue
+                entrants.append(entrant)
+                scouts_by_name[entrant.way.name] = scout
+                rivals[entrant.way.name] = lookup_name if scout.beats_lookup else None
+        if not rivals:
+            return []
+        seconds = max(0.0, self.seconds_left - end)
+        contest = self._contest(entrants, "looking for drafts that may pay", seconds)
+        return [scouts_by_name[name] for name in contest.qualify(rivals, self._report)]
 
     def _finalists(self, contest: Tournament) -> list[Way]:
         """The best ways of a contest, one for each draft."""
@@ -268,16 +356,22 @@ class Sweep:
         race = MeasuredRace(self._standard, entrants, piece_tokens=self._piece_tokens)
         self._say(f"{step}: warming up")
         started = time.monotonic()
-        race.warm_up()
+        names = race.warm_up(max(WARM_UP_SHARE * seconds, FEWEST_WARM_UP_SECONDS))
         seconds_for_turns = max(0.0, seconds - (time.monotonic() - started))
         self.failed.update(race.failed)
-        names = [name for name in race.entrants if name not in race.failed]
+        for name in race.entrants:
+            if name not in names and name not in race.failed:
+                self.unavailable[self._shown_name(self._entrants[name].way)] = NO_TIME
         if not names:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
             raise ValueError(f"nothing can be measured: {reasons}")
         contest = Tournament(race, names, seconds=seconds_for_turns)
         self._contests.append(contest)
         return contest
+
+    def _shown_name(self, way: Way) -> str:
+        """A way in a few words, with its engine if there are several."""
+        return way.draft_name if len(self.engines) == 1 else way.name
 
     def _say(self, step: str) -> None:
         self._watch(Progress(step, len(self._entrants), self.seconds_left))
@@ -288,7 +382,8 @@ class Sweep:
         leader = contest.leader
         text = ""
         if leader is not None:
-            text = f"{leader}: {contest.verdict(leader).text}"
+            name = self._shown_name(self._entrants[leader].way)
+            text = f"{name}: {contest.verdict(leader).text}"
         self._watch(Progress(self._step, len(contest.live), self.seconds_left, text))
 
     # Loading
@@ -298,24 +393,32 @@ class Sweep:
         engine: Engine,
         kinds: Sequence[Drafting],
         windows: Sequence[int | str],
+        *,
+        failures: dict[str, str] | None = None,
     ) -> list[Entrant]:
         """Standard decoding with an engine, and each draft with each window that it can fill.
 
-        What cannot be loaded is noted in `failed`.
+        Args:
+            failures: where what cannot be loaded is noted; `failed` if None.
         """
+        if failures is None:
+            failures = self.failed
         with _threads(engine):
             try:
                 standard = self._standard_entrant(engine)
             except FAILURES as error:
                 self.unavailable[engine.name] = one_line(error)
                 return []
-            entrants = [standard]
+            drafted = []
             for kind in kinds:
                 try:
-                    entrants += self._drafted_entrants(standard, kind, windows)
+                    drafted += self._drafted_entrants(standard, kind, windows)
                 except FAILURES as error:
-                    self.failed[f"{kind.name}, in {engine.name}"] = one_line(error)
-        return entrants
+                    failures[self._name_of_draft(kind, engine)] = one_line(error)
+        # If the time ends early, each draft has been tried with one number of tokens.
+        windows_in_order = list(windows)
+        drafted.sort(key=lambda entrant: _position(entrant.way.num_draft_tokens, windows_in_order))
+        return [standard, *drafted]
 
     def _standard_entrant(self, engine: Engine) -> Entrant:
         """Standard decoding with an engine."""
@@ -344,8 +447,7 @@ class Sweep:
         drafter = self._drafter(engine, kind)
         fixed_windows = [window for window in windows if isinstance(window, int)]
         adaptive_windows = [window for window in windows if isinstance(window, str)]
-        if fixed_windows and adaptive_windows and not self.seconds_left:
-            # Their costs take seconds to measure, minutes for a large target.
+        if adaptive_windows and not self._has_time_to_measure(standard, drafter):
             adaptive_windows = []
             self.unavailable[f"{kind.name}, auto draft tokens"] = NO_TIME
         entrants = []
@@ -368,6 +470,21 @@ class Sweep:
                 self._entrants[way.name] = Entrant(way, case.prepared())
             entrants.append(self._entrants[way.name])
         return entrants
+
+    def _has_time_to_measure(self, standard: Entrant, drafter: Drafter) -> bool:
+        """Whether `auto` can be tried: the costs of calls are known, or there is time to measure.
+
+        Without other numbers of draft tokens, they are measured in any case.
+        """
+        if all(isinstance(window, str) for window in self.windows):
+            return True
+        case = replace(standard.case, method=SPECULATIVE, drafter=drafter)
+        seconds = MEASURING_STEPS * self._step_seconds
+        return case.has_costs() or seconds < self.seconds_left / 2
+
+    def _name_of_draft(self, kind: Drafting, engine: Engine) -> str:
+        """A draft, with its engine if there are several."""
+        return kind.name if len(self.engines) == 1 else f"{kind.name}, in {engine.name}"
 
     def _drafter(self, engine: Engine, kind: Drafting) -> Drafter:
         """A draft in the form that drafts for the target in an engine."""
@@ -392,6 +509,24 @@ class Sweep:
 
     # Results
 
+    @property
+    def not_measured(self) -> dict[str, str]:
+        """What is not in the table, and why, without what failed.
+
+        A way that there was no time for in one contest may have been measured in another.
+        """
+        measured = set()
+        for entrant in self._entrants.values():
+            if entrant.pieces:
+                measured.add(self._shown_name(entrant.way))
+        return {name: text for name, text in self.unavailable.items() if name not in measured}
+
+    @property
+    def found(self) -> list[str]:
+        """What was found without being named, and where."""
+        kinds = [*self.kinds, *(scout.drafting for scout in self.scouts)]
+        return list(dict.fromkeys(kind.found for kind in kinds if kind.found))
+
     def standing(self) -> Standing:
         """What is known so far."""
         measured = [
@@ -413,32 +548,42 @@ class Sweep:
         remarks = {}
         for way, comparison in comparisons.items():
             remark = ""
+            rivals = []
+            for contest_of_way in self._contests:
+                if way.name in contest_of_way.slower:
+                    rivals.append(contest_of_way.slower[way.name])
             if verdict.kind == "faster" and way == winner:
                 remark = "<- best"
             elif verdict.kind == "faster" and way in equals:
                 remark = "<- may be as fast"
-            elif any(way.name in contest.slower for contest in self._contests):
-                remark = "dropped: proven slower"
+            elif rivals:
+                rival = STANDARD_NAME if rivals[0] == STANDARD_NAME else "another one"
+                remark = f"dropped: slower than {rival}"
             elif any(way.name in contest.set_aside for contest in self._contests):
-                remark = "set aside"
+                remark = "measured no further"
             remarks[comparison.case.cell] = remark
         return Standing(winner, verdict, equals, tuple(comparisons.values()), remarks, self.failed)
 
     def _winner(
         self, comparisons: Mapping[Way, Comparison]
     ) -> tuple[Way | None, Tournament | None]:
-        """The leader of the newest contest that has one, and that contest.
+        """The winner of the newest contest that has one, and that contest.
 
-        If the leader's tokens are wrong, it is the next way of the contest.
+        Of the leader and those that may be as fast in that contest, it is the one that the pieces
+        of all contests favor. If all of their tokens are wrong, it is another way of the contest.
         """
         for contest in reversed(self._contests):
             leader = contest.leader
             if leader is None:
                 continue
-            for name in [leader, *contest.equals(leader), *contest.slower]:
-                way = self._entrants[name].way
-                if self._is_right(comparisons.get(way)):
-                    return way, contest
+            names = [leader, *contest.equals(leader)]
+            for candidates in (names, list(contest.slower)):
+                rows = [comparisons.get(self._entrants[name].way) for name in candidates]
+                right_rows = [row for row in rows if row is not None and self._is_right(row)]
+                if right_rows:
+                    best_row = ranked(right_rows)[0]
+                    ways = [way for way, row in comparisons.items() if row is best_row]
+                    return ways[0], contest
         return None, None
 
     def _equals(
@@ -497,6 +642,14 @@ class Sweep:
             if standard_name in race.tapes:
                 checks.append(race.same_tokens(entrant.way.name, standard_name))
         return all(checks) if checks else None
+
+
+def _position(window: int | str | None, windows: Sequence[int | str]) -> int:
+    """The place of a way's window among those that were asked for; smaller ones come first."""
+    for index, possible_window in enumerate(windows):
+        if possible_window == window:
+            return index
+    return 0
 
 
 def _engines_left(

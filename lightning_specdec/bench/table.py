@@ -94,12 +94,14 @@ def comparison_table(
     comparisons: Sequence[Comparison],
     form: str = "text",
     *,
+    figures: Sequence[str] | None = None,
     remark: Callable[[Comparison], str] | None = None,
 ) -> str:
     """A line for each comparison; settings that are equal in all of them are left out.
 
     Args:
         form: "text", "markdown" or "csv".
+        figures: headings of the columns of figures; None for all of them.
         remark: returns the text at a line's end.
     """
     if form == "csv":
@@ -107,16 +109,20 @@ def comparison_table(
 
     columns = [column for column in _SETTING_COLUMNS if _varies(column, comparisons)]
     columns += [_METHOD_COLUMN, _WINDOW_COLUMN]
-    if _varies(_RULE_COLUMN, comparisons):
+    figure_columns = _FIGURE_COLUMNS
+    if figures is not None:
+        figure_columns = tuple(column for column in _FIGURE_COLUMNS if column[0] in figures)
+    speculative = [row for row in comparisons if row.case.rule is not None]
+    if _varies(_RULE_COLUMN, speculative):
         columns.append(_RULE_COLUMN)
 
     lines = []
     for comparison in comparisons:
         cells = [write_cell(comparison) for _, write_cell in columns]
         if comparison.error is not None and not comparison.rows:
-            cells += [""] * len(_FIGURE_COLUMNS)
+            cells += [""] * len(figure_columns)
         else:
-            cells += [write_cell(comparison) for _, write_cell in _FIGURE_COLUMNS]
+            cells += [write_cell(comparison) for _, write_cell in figure_columns]
 
         remarks = [_warning(comparison)]
         if remark is not None:
@@ -124,7 +130,7 @@ def comparison_table(
         cells.append(" ".join(text for text in remarks if text))
         lines.append(cells)
 
-    headings = [heading for heading, _ in (*columns, *_FIGURE_COLUMNS)]
+    headings = [heading for heading, _ in (*columns, *figure_columns)]
     # The remarks have no heading.
     return grid([*headings, ""], lines, form, num_text=len(columns))
 

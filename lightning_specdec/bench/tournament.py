@@ -20,6 +20,8 @@ from lightning_specdec.bench.statistics import (
 )
 from lightning_specdec.bench.verdict import Verdict, judge, level_among
 
+STANDARD_NAME = "standard decoding"
+"""What a candidate is compared with if there is no other one."""
 FEWEST_TURNS = NUM_BLOCKS
 """Turns before a candidate is dropped."""
 ENOUGH_TURNS = 24
@@ -28,6 +30,10 @@ MOST_TURNS = 240
 """Turns after which candidates that are not told apart are as good as equal."""
 CLOSE = 0.02
 """Candidates whose speeds differ by less than this share are not worth more time."""
+QUALIFYING_TURNS = 4
+"""Turns before a candidate fails to qualify."""
+QUALIFYING_LEVEL = 0.99
+"""Level of the interval by which it fails."""
 DROP_LEVEL = 0.998
 """Level of the interval by which a candidate is dropped, and by which a tournament ends before its
 time is over. It is high, because every turn is another chance of a mistake."""
@@ -110,6 +116,67 @@ class Tournament:
                     break
             if stage < num_stages:
                 self._keep(math.ceil(len(self.names) / 2**stage))
+
+    def qualify(
+        self,
+        rivals: Mapping[str, str | None],
+        watch: Callable[[], None] = lambda: None,
+    ) -> list[str]:
+        """Run until each candidate is proven slower or faster than its rival, or the time is over.
+
+        Args:
+            rivals: by candidate, what it must be as fast as: another candidate, or standard
+                decoding if None. Candidates without an entry only take part.
+            watch: called after each turn.
+
+        Returns:
+            The candidates that may be as fast as their rivals, the fastest first.
+        """
+        undecided = [name for name in self.live if name in rivals]
+        while undecided:
+            self.run_turn()
+            watch()
+            for name in list(undecided):
+                if self._is_qualified(name, rivals[name]) is not None or name not in self.live:
+                    undecided.remove(name)
+            if not self.seconds_left or self.num_turns >= ENOUGH_TURNS:
+                break
+
+        qualified = []
+        for name in rivals:
+            if name in self.slower or name in self.race.failed:
+                continue
+            speedup = self._speedup_over(name, rivals[name], LEVEL)
+            if speedup is None:
+                continue
+            # A single piece has no interval.
+            hope = speedup.value if math.isnan(speedup.high) else speedup.high
+            if hope >= 1:
+                qualified.append((speedup.value, name))
+            else:
+                self.set_aside.append(name)
+        return [name for _, name in sorted(qualified, reverse=True)]
+
+    def _is_qualified(self, name: str, rival: str | None) -> bool | None:
+        """Whether a candidate is faster than its rival; None if that is not proven yet.
+
+        One that is slower gets no more time.
+        """
+        if self.num_turns < QUALIFYING_TURNS or name not in self.live:
+            return None
+        speedup = self._speedup_over(name, rival, QUALIFYING_LEVEL)
+        if speedup is None:
+            return None
+        if speedup.high < 1:
+            self.live.remove(name)
+            self.slower[name] = STANDARD_NAME if rival is None else rival
+            return False
+        return True if speedup.low > 1 else None
+
+    def _speedup_over(self, name: str, rival: str | None, level: float) -> Interval | None:
+        if rival is None:
+            return self.speedup(name, level)
+        return self.relative(name, rival, level)
 
     def run_turn(self) -> None:
         """Run one turn of all live candidates; those that fail are live no more."""

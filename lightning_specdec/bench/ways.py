@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from lightning_specdec.bench.candidates import exits
 from lightning_specdec.checkpoints import runs
+from lightning_specdec.checkpoints.archive import BROKEN, KEY
 from lightning_specdec.checkpoints.checkpoint import is_draft_for
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.models import MOST_SMALL, PairSource
@@ -27,6 +29,8 @@ from lightning_specdec.drafters import (
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.loading import check_openvino
 from lightning_specdec.models.packed import SMALL_MODEL, check_quantization
+from lightning_specdec.models.safetensors_file import read_header
+from lightning_specdec.models.threads import is_busy
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +73,14 @@ class Drafting:
     Args:
         name: what tables call it.
         fields: fields of a `PairSource` that load it: `draft`, `drafter`, `draft_dtype`, ...
+        found: where it was found, and what it is; empty if the user named it.
+        is_trained_exit: whether it is an early exit that was trained for the target.
     """
 
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    found: str = field(default="", compare=False)
+    is_trained_exit: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -154,12 +162,19 @@ def engines(
 
 
 def _thread_counts(target: LanguageModel) -> list[int]:
-    """Numbers of CPU threads to try, torch's present number first."""
+    """Numbers of CPU threads to try: torch's present number first, or one on a busy machine.
+
+    Threads wait for each other, so a core that is busy slows all of them down, and with them
+    everything that is compared.
+    """
     default = torch.get_num_threads()
     if target.num_parameters < SMALL_MODEL:
         return [default]
     num_cores = len(os.sched_getaffinity(0))
-    return list(dict.fromkeys([default, num_cores, 1]))
+    counts = [default, num_cores, 1]
+    if is_busy():
+        counts = [1, default, num_cores]
+    return list(dict.fromkeys(counts))
 
 
 def _can_use_openvino(target: LanguageModel, source: PairSource) -> bool:
@@ -208,18 +223,59 @@ def draftings(
     lookup = Drafting(LOOKUP_NAME, {"drafter": LOOKUP, **NO_DRAFT})
     if source.draft_quantization is not None and source.draft is None and not drafts:
         # Without a draft model, a quantized copy of the target drafts.
-        return [lookup, *_both_ways(f"{source.draft_quantization} copy", {})]
+        return [lookup, *both_ways(f"{source.draft_quantization} copy", {})]
 
     sources = [draft_source(draft) for draft in drafts]
     if source.draft is not None:
         # A pair's own draft.
         sources.insert(0, source.draft)
+    places = [""] * len(sources)
     if not drafts:
-        sources += [str(path) for path in matching_drafts(decoder.target, sources)]
+        for path in matching_drafts(decoder.target, sources):
+            sources.append(str(path))
+            places.append(f"{_place(path, decoder.target)}: {path}")
     draftings = [lookup]
-    for draft, name in zip(sources, _distinct_names(sources), strict=True):
-        draftings += _both_ways(name, {"draft": draft})
+    for draft, name, found in zip(sources, _distinct_names(sources), places, strict=True):
+        layers = trained_exits(Path(draft).expanduser()) if found else ()
+        if layers:
+            draftings += _exits_of_file(draft, name, found, layers)
+        else:
+            draftings += both_ways(name, {"draft": draft}, found)
     return draftings
+
+
+def _exits_of_file(draft: str, name: str, found: str, layers: Sequence[int]) -> list[Drafting]:
+    """The trained exits of a draft file, each alone and after lookup."""
+    draftings = []
+    for layer in layers:
+        settings = {"exit_layer": layer}
+        kinds = both_ways(f"{name}, exit {layer}", {"draft": draft}, found, settings)
+        draftings += [replace(kind, is_trained_exit=True) for kind in kinds]
+    return draftings
+
+
+def trained_exits(path: Path) -> list[int]:
+    """The exits that have an output head in a draft file; none if it is of another kind."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return []
+    try:
+        metadata, _ = read_header(path)
+        drafter = json.loads(metadata.get(KEY, "{}"))["drafter"]
+        if drafter["class"] != "EarlyExitDrafter":
+            return []
+        return [int(layer) for layer in drafter["arguments"]["head_layers"]]
+    except BROKEN as error:
+        log.debug("%s has no early exits: %s", path, error)
+        return []
+
+
+def _place(path: Path, target: LanguageModel) -> str:
+    """Where a draft file was found, in words."""
+    assert target.origin is not None
+    directory = Path(target.origin.path)
+    if path.parent.resolve() in (directory.resolve(), directory.parent.resolve()):
+        return "beside the target"
+    return "among the drafts that ship" if path.is_absolute() else "in the current directory"
 
 
 NO_DRAFT: Mapping[str, None] = {
@@ -240,10 +296,26 @@ def draft_source(draft: str) -> str:
     return draft
 
 
-def _both_ways(name: str, fields: Mapping[str, Any]) -> list[Drafting]:
+def both_ways(
+    name: str,
+    fields: Mapping[str, Any],
+    found: str = "",
+    exit_settings: Mapping[str, Any] | None = None,
+) -> list[Drafting]:
+    """A draft alone and after prompt lookup.
+
+    Args:
+        name, fields, found: as of a `Drafting`.
+        exit_settings: settings of an early exit; None if it is another kind of draft.
+    """
+    alone = dict(fields)
+    joined = {**fields, "drafter": LOOKUP_FIRST}
+    if exit_settings is not None:
+        alone["drafter"] = Choice("EarlyExitDrafter", exit_settings)
+        joined["drafter"] = Choice(LOOKUP_FIRST.name, exit_settings)
     return [
-        Drafting(name, fields),
-        Drafting(f"{LOOKUP_NAME}, then {name}", {**fields, "drafter": LOOKUP_FIRST}),
+        Drafting(name, alone, found),
+        Drafting(f"{LOOKUP_NAME}, then {name}", joined, found),
     ]
 
 
@@ -317,7 +389,7 @@ def _named_draftings(
     elif isinstance(drafter, NGramDrafter | NGramWithFallback):
         yield Drafting(label, fields)
     else:
-        yield from _both_ways(label, fields)
+        yield from both_ways(label, fields)
 
 
 def matching_drafts(target: LanguageModel, known: Sequence[str] = ()) -> list[Path]:

@@ -412,8 +412,11 @@ def _choose_drafter(
 
     drafter_class = DRAFTERS.load(choice.name)
     joins_lookup = issubclass(drafter_class, NGramWithFallback)
-    if joins_lookup and draft is None:
-        raise ValueError(f"{choice.name} needs a draft to join lookup to: give --draft")
+    if joins_lookup and draft is None and "exit_layer" not in choice.settings:
+        raise ValueError(
+            f"{choice.name} needs a draft to join lookup to: give --draft, or "
+            "--drafter.exit_layer N to draft with the target's first N layers"
+        )
     if joins_lookup or not isinstance(draft, Drafter):
         return drafter_class.for_target(target, draft, **choice.settings)
 

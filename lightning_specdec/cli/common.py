@@ -46,9 +46,6 @@ OWN_PROMPTS = (
 )
 """Default prompts for models of text: a summary, code to edit, and a question."""
 
-BUSY_LOAD_PER_CORE = 1.25
-"""System load per core above which other processes slow decoding down."""
-
 
 class _MessageHandler(logging.Handler):
     """Prints log records on stderr. Messages of mere information have no level before them."""
@@ -185,18 +182,16 @@ def _choose_threads(decoder: SpeculativeDecoder) -> None:
     import torch
 
     from lightning_specdec.models.packed import limit_threads
+    from lightning_specdec.models.threads import is_busy
 
     limit_threads(decoder.target.num_parameters)
-    num_cores = os.cpu_count() or 1
-    load_average = os.getloadavg()[0]
-    is_busy = load_average > BUSY_LOAD_PER_CORE * num_cores
     uses_cpu = decoder.target.device.type == "cpu"
-    if is_busy and uses_cpu and torch.get_num_threads() > 1:
+    if is_busy() and uses_cpu and torch.get_num_threads() > 1:
         log.warning(
             "other programs keep the %d cores busy (load %.1f), so timings vary: `sweep` compares "
             "numbers of threads",
-            num_cores,
-            load_average,
+            os.cpu_count() or 1,
+            os.getloadavg()[0],
         )
 
 

@@ -40,6 +40,10 @@ lightning_specdec sweep checkpoints/rnn.safetensors --max_new_tokens 7 --minutes
 lightning_specdec sweep checkpoints/rnn.safetensors --temperature 1 --rule RejectionSampling"""
 FIRST_TABLE_SECONDS = 20.0
 """Seconds after which a first table is shown."""
+FIGURES = ("tokens_per_second", "acceptance_rate", "block_efficiency", "walltime_speedup")
+"""Columns of the table. Total seconds differ by the turns that a way got, so they say nothing."""
+MAX_NAMED = 6
+"""Ways that are named in a line; JSON has all of them."""
 ANY = "any"
 """Value of --quantization that also tries int8 weights."""
 
@@ -115,7 +119,7 @@ def run(options: Namespace) -> int:
         answer["saved"], problem = _save(sweep, source, standing, settings.save)
     manifest = loaded.manifest(config, chosen(options, MeasureSettings), settings)
     if settings.output == "json":
-        say(json.dumps(_document(standing, answer, manifest, interrupted=interrupted)))
+        say(json.dumps(_document(sweep, standing, answer, manifest, interrupted=interrupted)))
     else:
         _print(loaded, sweep, standing, answer, manifest)
     if problem:
@@ -166,6 +170,7 @@ def _make_sweep(
     reporter: _Reporter,
 ) -> Sweep:
     # Imported here because torch takes a second.
+    from lightning_specdec.bench.scouts import scouts
     from lightning_specdec.bench.sweep import Sweep
     from lightning_specdec.bench.ways import draftings, engines
 
@@ -176,7 +181,9 @@ def _make_sweep(
         num_threads=measure.threads,
         any_quantization=getattr(options, "quantization", None) == ANY,
     )
-    kinds = draftings(loaded.decoder, source, (*settings.draft, *settings.drafts))
+    chosen_drafts = (*settings.draft, *settings.drafts)
+    kinds = draftings(loaded.decoder, source, chosen_drafts)
+    doubtful_kinds = scouts(loaded.decoder, source, kinds, has_choice=bool(chosen_drafts))
     sweep = Sweep(
         loaded.decoder,
         source.changed(backend=engines_to_try[0].backend),
@@ -184,13 +191,19 @@ def _make_sweep(
         loaded.decoder.config(config, num_draft_tokens=1).changed(num_draft_tokens=None),
         engines=engines_to_try,
         kinds=kinds,
+        scouts=doubtful_kinds,
         windows=settings.num_draft_tokens,
         seconds=max(0.0, deadline - time.monotonic()),
         batch_size=measure.batch_size,
         watch=reporter.watch,
     )
-    names = ", ".join(kind.name for kind in kinds)
-    log.info("trying %s in %s", names, "; ".join(engine.name for engine in engines_to_try))
+    for text in sweep.found:
+        log.info("found %s", text)
+    log.info("trying %s", "; ".join(kind.name for kind in kinds))
+    if doubtful_kinds:
+        names = "; ".join(scout.drafting.name for scout in doubtful_kinds)
+        log.info("trying, and dropping early unless it helps: %s", names)
+    log.info("computing in %s", "; ".join(engine.name for engine in engines_to_try))
     return sweep
 
 
@@ -228,7 +241,7 @@ class _Reporter:
 
         assert self.sweep is not None
         comparisons = self.sweep.standing().comparisons
-        table = comparison_table(ranked(comparisons), remark=_verdict_word)
+        table = comparison_table(ranked(comparisons), figures=FIGURES, remark=_verdict_word)
         say(f"so far:\n{table}\n", file=sys.stderr, flush=True)
 
 
@@ -236,12 +249,14 @@ def _verdict_word(comparison: Comparison) -> str:
     return comparison.verdict.word
 
 
-def _threads(sweep: Sweep, options: Namespace | None, standing: Standing) -> int | None:
+def _threads(options: Namespace | None, standing: Standing) -> int | None:
     """The number of CPU threads that the winner needs to be told; None for the default."""
+    import torch
+
     assert standing.winner is not None
     num_threads = standing.winner.engine.num_threads
     was_chosen = options is not None and "threads" in options
-    if num_threads == sweep.engines[0].num_threads and not was_chosen:
+    if num_threads == torch.get_num_threads() and not was_chosen:
         return None
     return num_threads
 
@@ -253,7 +268,7 @@ def _answer(
     standing: Standing,
 ) -> dict[str, Any]:
     """The answer: a sentence, and what to copy if it is proven."""
-    from lightning_specdec.bench.recommendation import command, python_line, sentence
+    from lightning_specdec.bench.recommendation import command, python_lines, sentence
 
     has_engines = len(sweep.engines) > 1
     answer: dict[str, Any] = {
@@ -266,13 +281,13 @@ def _answer(
         return answer
     winner = standing.winner
     winner_source = _named_source(winner.source(source), has_engines, source)
-    threads = _threads(sweep, options, standing)
+    threads = _threads(options, standing)
     not_decode = {field.name for field in setting_fields(SweepSettings)}
     not_decode |= {field.name for field in setting_fields(PairSource)}
     not_decode |= {"MODEL", "threads"}
     flags = {name: value for name, value in vars(options).items() if name not in not_decode}
     answer["command"] = command(winner, winner_source, flags, threads=threads)
-    answer["python"] = python_line(winner, winner_source, threads=threads)
+    answer["python"] = python_lines(winner, winner_source, threads=threads)
     return answer
 
 
@@ -302,7 +317,7 @@ def _save(
             standing.winner,
             standing.winner.source(source),
             description=f"{standing.winner.draft_name}, found by sweep",
-            threads=_threads(sweep, None, standing),
+            threads=_threads(None, standing),
         )
         return str(write_pair(name, values)), ""
     except (ValueError, OSError) as error:
@@ -310,6 +325,7 @@ def _save(
 
 
 def _document(
+    sweep: Sweep,
     standing: Standing,
     answer: dict[str, Any],
     manifest: dict[str, Any],
@@ -331,6 +347,8 @@ def _document(
         "verdict": {"kind": standing.verdict.kind, "text": standing.verdict.text},
         **answer,
         "failed": dict(standing.failed),
+        "not_measured": sweep.not_measured,
+        "found": sweep.found,
         "interrupted": interrupted,
         "manifest": manifest,
     }
@@ -349,12 +367,23 @@ def _print(
     from lightning_specdec.bench.verdict import ranked
 
     if standing.comparisons:
-        say(comparison_table(ranked(standing.comparisons), remark=standing.remark))
-    for name, reason in {**sweep.unavailable, **standing.failed}.items():
+        rows = ranked(standing.comparisons)
+        say(comparison_table(rows, figures=FIGURES, remark=standing.remark))
+    for name, reason in standing.failed.items():
         say(f"not measured: {name}: {reason}")
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in sweep.not_measured.items():
+        names_by_reason.setdefault(reason, []).append(name)
+    for reason, names in names_by_reason.items():
+        num_unnamed = len(names) - MAX_NAMED
+        if num_unnamed > 1:
+            names = [*names[:MAX_NAMED], f"{num_unnamed} more"]
+        say(f"not measured: {'; '.join(names)}: {reason}")
+    for text in sweep.found:
+        say(f"found {text}")
     say(f"\n{answer['answer']}")
     if answer["command"] is not None:
-        say(f"\n{answer['command']}\n{answer['python']}")
+        say(f"\n{answer['command']}\n\n{answer['python']}")
     if answer["saved"] is not None:
         say(f"\nsaved in {answer['saved']}: --pair {_pair_name(answer['saved'])}")
     num_prompts = counted(len(loaded.prompts), "prompt")

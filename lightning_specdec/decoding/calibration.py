@@ -6,8 +6,10 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import accumulate
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from lightning_specdec import __version__
-from lightning_specdec.config.activity import Activity
+from lightning_specdec.config.activity import FIRST_SECONDS, Activity
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.files import cache_home, replaced
 from lightning_specdec.decoding.requests import Request
@@ -114,6 +116,7 @@ def calibrate(
     context_length: int = 128,
     windows: Sequence[int] = WINDOWS,
     seconds: float = 2.0,
+    notes: Notes | None = None,
     **changes: Any,
 ) -> Calibration:
     """Measure the costs of this pair with its decoding settings: medians over several passes.
@@ -126,6 +129,7 @@ def calibrate(
             shorter.
         windows: draft tokens of the rounds; no more are measured than the drafter makes.
         seconds: how long to measure, if `FEWEST_PASSES` fit.
+        notes: keep the passes so far, and continue those of an interrupted measurement.
     """
     measured_drafter = _drafter_to_measure(drafter).fresh()
 
@@ -153,32 +157,36 @@ def calibrate(
         num_draft_tokens=measured_window,
     )
 
-    # The first pass only warms up.
-    passes: list[_Pass] = []
+    # The first pass only warms up. Passes of an interrupted measurement count like any others.
+    passes = [] if notes is None else notes.read(windows, length)
+    num_missing = max(0, FEWEST_PASSES - len(passes))
     name = type(drafter).__name__
-    num_steps = (FEWEST_PASSES + 1) * (len(windows) + 1)
+    is_warm = False
     # A user who asks for "auto" does not expect to wait, so Python shows it by default.
     with Activity(
         f"measuring what rounds with {name} cost on this machine",
-        num_steps,
+        (num_missing + 1) * (len(windows) + 1),
         unit="steps",
         level=logging.WARNING,
     ) as activity:
-        while len(passes) <= FEWEST_PASSES or (
-            len(passes) <= MOST_PASSES and session.timer.elapsed() < seconds
+        while len(passes) < FEWEST_PASSES or (
+            len(passes) < MOST_PASSES and session.timer.elapsed() < seconds
         ):
             # Each pass begins with new rows, so that all passes are over the same lengths.
             rows = [session.add(text) for _ in range(batch_size)]
             one_pass = _measure(
                 session, measured_window, windows, warmup_rounds, counted_rounds, activity
             )
-            passes.append(one_pass)
+            if is_warm:
+                passes.append(one_pass)
+                if notes is not None:
+                    notes.write(passes, windows, length)
+            is_warm = True
             for row in rows:
                 session.cancel(row)
                 session.release(row)
 
-    counted_passes = passes[1:]
-    costs = _costs(counted_passes, windows, length, inside_target=measured_drafter.inside_target)
+    costs = _costs(passes, windows, length, inside_target=measured_drafter.inside_target)
     if isinstance(drafter, NGramWithFallback):
         return costs.changed(lookup_seconds=_lookup_seconds(drafter.lookup, text, batch_size))
     return costs
@@ -253,6 +261,66 @@ class _Pass:
 
     prompt_round: PhaseSeconds
     window_rounds: dict[int, PhaseSeconds]
+
+    def to_values(self) -> list[PhaseSeconds]:
+        """The rounds as plain values, that of the prompt first."""
+        return [self.prompt_round, *self.window_rounds.values()]
+
+    @classmethod
+    def from_values(cls, values: Any, windows: Sequence[int]) -> _Pass:
+        """The pass that `to_values` wrote.
+
+        Raises:
+            ValueError, TypeError, KeyError: these are no such values.
+        """
+        rounds = []
+        for value in values:
+            seconds = {phase: float(value[phase]) for phase in PHASES}
+            if not all(math.isfinite(number) and number >= 0 for number in seconds.values()):
+                raise ValueError(f"seconds must be finite and at least 0, got {seconds}")
+            rounds.append(seconds)
+        prompt_round, *window_rounds = rounds
+        return cls(prompt_round, dict(zip((*windows, 0), window_rounds, strict=True)))
+
+
+class Notes:
+    """The passes of a measurement in a file, so that an interrupted one loses nothing.
+
+    Args:
+        path: the file, which is written after each pass.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, windows: Sequence[int], length: int) -> list[_Pass]:
+        """The passes of an earlier measurement; none if there was none, or a different one.
+
+        Args:
+            windows, length: as of `_costs`.
+        """
+        try:
+            values = json.loads(self.path.read_text())
+            if values["windows"] != list(windows) or values["length"] != length:
+                return []
+            return [_Pass.from_values(entry, windows) for entry in values["passes"]]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return []
+
+    def write(self, passes: Sequence[_Pass], windows: Sequence[int], length: int) -> None:
+        """Replace the file. If that fails, an interruption loses the passes."""
+        values = {
+            "windows": list(windows),
+            "length": length,
+            "passes": [one_pass.to_values() for one_pass in passes],
+        }
+        with suppress(OSError), replaced(self.path) as file:
+            file.write(json.dumps(values).encode())
+
+    def remove(self) -> None:
+        """Remove the file, if there is one."""
+        with suppress(OSError):
+            self.path.unlink()
 
 
 def _measure(
@@ -365,15 +433,33 @@ def load_or_measure(
     """This machine's calibration for a pair and its settings, measured once and cached."""
     config = DecodingConfig.of(config, **changes)
     path = _cache_path(target, drafter, config, batch_size)
-    try:
-        return Calibration.from_dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        inform_once(
-            "num_draft_tokens auto: measuring what rounds cost, once for each pair and setting on "
-            "this machine (seconds; minutes for large models)"
-        )
+    calibration = _read(path)
+    if calibration is not None:
+        return calibration
 
-    calibration = calibrate(target, drafter, config, batch_size=batch_size)
+    name = type(drafter).__name__
+    inform_once(
+        "num_draft_tokens auto: measuring what rounds cost, once for each pair and setting on this "
+        "machine (seconds; minutes for large models)"
+    )
+    start = time.monotonic()
+    notes = Notes(path.with_suffix(".partial"))
+    try:
+        calibration = calibrate(target, drafter, config, batch_size=batch_size, notes=notes)
+    except KeyboardInterrupt:
+        if notes.path.exists():
+            log.info("what was measured is kept, and the next call continues from there")
+        raise
+    _store(calibration, path, notes)
+
+    seconds = time.monotonic() - start
+    # A measurement that took long has been reported as a warning, and so is its end.
+    level = logging.WARNING if seconds >= FIRST_SECONDS else logging.INFO
+    log.log(level, "measured what rounds with %s cost, in %.1f s", name, seconds)
+    return calibration
+
+
+def _store(calibration: Calibration, path: Path, notes: Notes) -> None:
     try:
         with replaced(path) as file:
             file.write(json.dumps(calibration.to_dict()).encode())
@@ -381,7 +467,27 @@ def load_or_measure(
         warn_once(
             f"{path.parent} cannot be written ({error.strerror}): what calls cost is not remembered"
         )
-    return calibration
+    notes.remove()
+
+
+def stored(
+    target: LanguageModel,
+    drafter: Drafter,
+    config: DecodingConfig | None = None,
+    *,
+    batch_size: int = 1,
+    **changes: Any,
+) -> Calibration | None:
+    """This machine's calibration for a pair and its settings; None if it was not measured yet."""
+    config = DecodingConfig.of(config, **changes)
+    return _read(_cache_path(target, drafter, config, batch_size))
+
+
+def _read(path: Path) -> Calibration | None:
+    try:
+        return Calibration.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _cache_path(

@@ -16,6 +16,7 @@ from lightning_specdec.drafters.base import (
     TargetContext,
 )
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
+from lightning_specdec.drafters.early_exit import EarlyExitDrafter
 from lightning_specdec.drafters.known_tokens import draft_around
 from lightning_specdec.drafters.ngram import LookupDrafter, NGramDrafter, NGramSettings
 from lightning_specdec.drafters.suffix_corpus import SuffixCorpusDrafter, SuffixCorpusSettings
@@ -32,6 +33,9 @@ class FallbackSettings(NGramSettings):
     min_confidence: float | None = setting(
         None, "that of the trained draft; default: its own", minimum=0, maximum=1
     )
+    exit_layer: int | None = setting(
+        None, "that of an early exit; without a draft, this exit of the target drafts", minimum=1
+    )
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class SuffixFallbackSettings(SuffixCorpusSettings):
     )
     min_confidence: float | None = setting(
         None, "that of the trained draft; default: its own", minimum=0, maximum=1
+    )
+    exit_layer: int | None = setting(
+        None, "that of an early exit; without a draft, this exit of the target drafts", minimum=1
     )
 
 
@@ -97,19 +104,24 @@ class NGramWithFallback(Drafter):
     @classmethod
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
         """As `Drafter.for_target`; `draft` may also be a drafter."""
+        exit_layer = settings.get("exit_layer")
         if isinstance(draft, NGramWithFallback):
             # Replaces its lookup.
             fallback = draft.fallback
         elif isinstance(draft, Drafter):
             fallback = draft
+        elif draft is None and exit_layer is not None:
+            fallback = EarlyExitDrafter.for_target(target, exit_layer=exit_layer)
         else:
             fallback = CrossVocabulary.for_target(target, draft)
 
-        min_confidence = settings.pop("min_confidence", None)
-        if min_confidence is not None:
-            if fallback.free != "min_confidence":
-                raise ValueError(f"{type(fallback).__name__} has no min_confidence: drop it")
-            fallback = fallback.at(min_confidence)
+        for name in ("min_confidence", "exit_layer"):
+            value = settings.pop(name, None)
+            if value is None:
+                continue
+            if fallback.free != name:
+                raise ValueError(f"{type(fallback).__name__} has no {name}: drop it")
+            fallback = fallback.at(value)
 
         drafter = cls(cls.first_stage(**settings), fallback)
         drafter.check_target(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -32,3 +33,13 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         _set_num_threads(num_threads)
+
+
+BUSY_LOAD_PER_CORE = 1.25
+"""System load per core above which other processes slow decoding down."""
+
+
+def is_busy() -> bool:
+    """Whether other processes keep the cores busy, so that one thread is often the fastest."""
+    num_cores = os.cpu_count() or 1
+    return os.getloadavg()[0] > BUSY_LOAD_PER_CORE * num_cores
