@@ -424,8 +424,10 @@ class LlamaServer(Engine):
         process = subprocess.run(
             [self.program, "--version"], capture_output=True, text=True, check=True
         )
-        lines = (process.stdout + process.stderr).splitlines()
-        return {"llama.cpp": lines[0].removeprefix("version: ")}
+        first_line = (process.stdout + process.stderr).splitlines()[0]
+        # The commit after it is that of the repository in which the server was built.
+        version, _, _ = first_line.removeprefix("version: ").partition(" (")
+        return {"llama.cpp": version}
 
 
 def _free_port() -> int:
