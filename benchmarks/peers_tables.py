@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from markdown_tables import markdown_table
-from peers_methods import METHODS, PRECISIONS, Method, worker_name
+from peers_methods import METHODS, PAIR_METHODS, PRECISIONS, Method, worker_name
 
 Row = dict[str, Any]
 Cells = dict[Any, dict[str, float]]
@@ -74,7 +74,11 @@ def ratio_text(top: Cells, bottom: Cells) -> str:
     return f"{value:.2f} ({low:.2f} to {high:.2f})"
 
 
-def table(rows: Sequence[Row], part: str = "prompts") -> str:
+def table(
+    rows: Sequence[Row],
+    part: str = "prompts",
+    methods: Mapping[str, Method] = METHODS,
+) -> str:
     """Speed of each method, fastest first. Ratios are to our standard decoding in OpenVINO."""
     headings = (
         "Engine",
@@ -89,12 +93,12 @@ def table(rows: Sequence[Row], part: str = "prompts") -> str:
         "memory, MB",
     )
     lines: list[tuple[float, Sequence[str]]] = []
-    for method in METHODS.values():
+    for method in methods.values():
         method_cells = cells(rows, part, method.name)
         if method_cells:
             figures = _speed_figures(rows, part, method, method_cells)
             lines.append((speed(method_cells.values()), (*method.labels, *figures)))
-        elif part == "prompts":
+        elif part != "context":
             error = _last_error(rows, method)
             if error is not None:
                 dashes = ["-"] * (len(headings) - 4)
@@ -323,3 +327,108 @@ def _first_tokens(method_cells: Cells) -> Cells:
     for prompt, cell in method_cells.items():
         first_token_cells[prompt] = {"num_tokens": 1.0, "seconds": cell["first"]}
     return first_token_cells
+
+
+PAIR_PARTS = {"humaneval": "HumanEval", "prompts": "Spec-Bench"}
+"""Sources of the prompts in a pair's comparison, by part."""
+
+
+def pair_ratios(rows: Sequence[Row]) -> str:
+    """Ratios of speeds of a pair's methods: ours over OpenVINO GenAI's, and over our own."""
+    lines = []
+    for part, source in PAIR_PARTS.items():
+        ours = _pair_cells(rows, part, "ours openvino")
+        genai = _pair_cells(rows, part, "openvino_genai")
+        others = _pair_cells(rows, part, "openvino_genai", "llama_server", "transformers")
+        if "standard" not in ours:
+            continue
+
+        ratios = {}
+        if _starting(ours, "draft model"):
+            our_draft = _fastest_cells(_starting(ours, "draft model"))
+            label = "our draft model over our standard decoding"
+            ratios[label] = ratio(our_draft, ours["standard"])
+        if others:
+            label = "our fastest over the fastest of the other engines"
+            ratios[label] = ratio(_fastest_cells(ours), _fastest_cells(others))
+        for kind in ("standard", "lookup, 5 tokens", "draft model"):
+            our_kind = _starting(ours, kind)
+            genai_kind = _starting(genai, kind)
+            if our_kind and genai_kind:
+                label = f"{kind} over OpenVINO GenAI's"
+                ratios[label] = ratio(_fastest_cells(our_kind), _fastest_cells(genai_kind))
+        if "standard" in genai:
+            # A ratio of seconds is the inverse of a ratio of speeds, so ours is the second one.
+            ratios["seconds to the first token over OpenVINO GenAI's, standard"] = ratio(
+                _first_tokens(genai["standard"]), _first_tokens(ours["standard"])
+            )
+        for label, (value, low, high) in ratios.items():
+            lines.append((source, label, f"{value:.2f}", f"{low:.2f} to {high:.2f}"))
+    return markdown_table(("Prompts", "Ratio of", "Value", "95% interval"), lines)
+
+
+def _pair_cells(rows: Sequence[Row], part: str, *engines: str) -> dict[str, Cells]:
+    """What engines measured in a part of a pair's comparison, by kind of decoding.
+
+    With several engines, the engine is part of the kind.
+    """
+    measured = {}
+    for method in PAIR_METHODS.values():
+        if method.engine in engines:
+            method_cells = cells(rows, part, method.name)
+            if method_cells:
+                key = method.decoding if len(engines) == 1 else method.name
+                measured[key] = method_cells
+    return measured
+
+
+def _starting(cells_by_decoding: Mapping[str, Cells], start: str) -> dict[str, Cells]:
+    """The kinds of decoding whose names start so."""
+    return {name: cell for name, cell in cells_by_decoding.items() if name.startswith(start)}
+
+
+def _fastest_cells(cells_by_decoding: Mapping[str, Cells]) -> Cells:
+    """The cells with the most tokens per second among those with the most prompts."""
+    most_prompts = max(len(method_cells) for method_cells in cells_by_decoding.values())
+    complete = [cell for cell in cells_by_decoding.values() if len(cell) == most_prompts]
+    return max(complete, key=lambda method_cells: speed(method_cells.values()))
+
+
+def rounds_table(rows: Sequence[Row]) -> str:
+    """Where a round of our methods spends its time, in a pair's comparison."""
+    lines = []
+    for part, source in PAIR_PARTS.items():
+        for method in PAIR_METHODS.values():
+            if not method.is_ours:
+                continue
+            figures = _round_milliseconds(rows, part, method.name)
+            if figures:
+                lines.append((source, method.decoding, *figures))
+    headings = (
+        "Prompts",
+        "Method",
+        "rounds",
+        "draft, ms per round",
+        "target, ms per round",
+        "acceptance, ms per round",
+        "rest, ms per round",
+    )
+    return markdown_table(headings, lines)
+
+
+def _round_milliseconds(rows: Sequence[Row], part: str, method: str) -> list[str]:
+    """Number of rounds, and milliseconds of each phase in one; empty if nothing was measured.
+
+    The first round of each prompt, which reads it, is included.
+    """
+    seconds = dict.fromkeys(("draft", "verify", "accept", "rest"), 0.0)
+    num_rounds = 0
+    for row in rows:
+        if row["part"] == part and row["method"] == method and "phases" in row:
+            num_rounds += row["calls"]
+            for phase in seconds:
+                seconds[phase] += row["phases"][phase]
+    if num_rounds == 0:
+        return []
+    milliseconds = [f"{1000 * total / num_rounds:.2f}" for total in seconds.values()]
+    return [str(num_rounds), *milliseconds]

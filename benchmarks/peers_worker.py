@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module, metadata
@@ -51,11 +55,16 @@ class Engine(ABC):
     ) -> Answer:
         """Answer a request."""
 
+    def versions(self) -> dict[str, str]:
+        """Versions that an answer may depend on."""
+        return installed(self.packages)
+
 
 class Ours(Engine):
     """This package.
 
-    `load` has `backend` and `quantization`. In a setting, `drafter` is None for standard decoding.
+    `load` has `backend` and `quantization`, and `draft` to load the draft model, too. In a setting,
+    `drafter` is None for standard decoding.
     """
 
     packages = ("lightning_specdec", "torch", "transformers", "openvino", "torchao", "nncf")
@@ -66,6 +75,10 @@ class Ours(Engine):
         import_module("torch").set_num_threads(threads)
         self.files = files
         arguments = {"dtype": "bfloat16", **load}
+        self.has_draft_model = arguments.pop("draft", False)
+        if self.has_draft_model:
+            arguments["draft"] = files["draft"]
+            arguments["draft_quantization"] = load["quantization"]
         self.decoder = self.decoder_class.from_pretrained(files["model"], **arguments)
         self.head: Any = None
         self.decoders: dict[str, Any] = {}
@@ -110,25 +123,35 @@ class Ours(Engine):
         key = json.dumps([setting["drafter"], arguments], sort_keys=True)
         if key not in self.decoders:
             drafter: Any = {"class_path": "NGramDrafter", "init_args": arguments}
-            if setting["drafter"] == "NGramWithFallback":
-                drafter = self._lookup_with_head(arguments)
+            if setting["drafter"] == "ModelDrafter":
+                drafter = self.decoder.drafter
+            elif setting["drafter"] == "NGramWithFallback":
+                drafter = self._lookup_with_fallback(arguments)
             self.decoders[key] = self.decoder.with_drafter(drafter)
         return self.decoders[key]
 
-    def _lookup_with_head(self, arguments: dict[str, Any]) -> Any:
-        """Prompt lookup with the shipped head as its fallback."""
+    def _lookup_with_fallback(self, arguments: dict[str, Any]) -> Any:
+        """Prompt lookup with the draft model, or else the shipped head, as its fallback."""
         target = self.decoder.target
+        fallback = self.decoder.drafter if self.has_draft_model else self._shipped_head()
+        drafters = import_module("lightning_specdec.drafters")
+        return drafters.NGramWithFallback.for_target(target, fallback, **arguments)
+
+    def _shipped_head(self) -> Any:
         if self.head is None:
             decoder = self.decoder_class.from_pretrained(
-                target, draft=self.files["head"], dtype="bfloat16"
+                self.decoder.target, draft=self.files["head"], dtype="bfloat16"
             )
             self.head = decoder.drafter
-        drafters = import_module("lightning_specdec.drafters")
-        return drafters.NGramWithFallback.for_target(target, self.head, **arguments)
+        return self.head
 
 
 class Transformers(Engine):
-    """`generate` of transformers; `setting` has its arguments."""
+    """`generate` of transformers.
+
+    `load` has arguments of `from_pretrained`, and `draft` to load the draft model, too. `setting`
+    has arguments of `generate`; with `num_assistant_tokens`, the draft model assists.
+    """
 
     packages = ("transformers", "torch")
 
@@ -137,10 +160,13 @@ class Transformers(Engine):
         transformers = import_module("transformers")
         self.torch.set_num_threads(threads)
         transformers.logging.set_verbosity_error()
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            files["model"], dtype=self.torch.bfloat16, **load
-        )
-        self.model = model.eval()
+        has_draft_model = load.pop("draft", False)
+        arguments = {"dtype": "bfloat16", **load}
+        load_model = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load_model(files["model"], **arguments).eval()
+        self.draft_model: Any = None
+        if has_draft_model:
+            self.draft_model = load_model(files["draft"], **arguments).eval()
         self.num_calls = 0
         self.model.register_forward_pre_hook(self._count)
 
@@ -157,6 +183,9 @@ class Transformers(Engine):
         tokens, mask = padded(prompts, end[0])
         input_ids = self.torch.tensor(tokens)
         attention_mask = self.torch.tensor(mask)
+        arguments = dict(setting)
+        if "num_assistant_tokens" in setting:
+            arguments = {"assistant_model": self._assistant(arguments)}
         self.num_calls = 0
         clock = _Clock()
         start = time.perf_counter()
@@ -168,7 +197,7 @@ class Transformers(Engine):
             do_sample=False,
             eos_token_id=end,
             pad_token_id=end[0],
-            **setting,
+            **arguments,
         )
         seconds = time.perf_counter() - start
 
@@ -182,6 +211,14 @@ class Transformers(Engine):
             "first": first_token_seconds,
             "calls": self.num_calls,
         }
+
+    def _assistant(self, settings: dict[str, Any]) -> Any:
+        """The draft model with these settings, which transformers reads from its config."""
+        config = self.draft_model.generation_config
+        config.num_assistant_tokens_schedule = "constant"
+        for name, value in settings.items():
+            setattr(config, name, value)
+        return self.draft_model
 
 
 class _Clock:
@@ -200,7 +237,8 @@ class _Clock:
 class OpenVINOGenAI(Engine):
     """OpenVINO GenAI's pipeline.
 
-    `load` has its properties, and `setting` fields of its generation config.
+    `load` has its properties (None for GenAI's own choice), and `draft` to load the draft model,
+    too. `setting` has fields of its generation config.
     """
 
     packages = ("openvino-genai", "openvino", "optimum-intel", "nncf")
@@ -211,12 +249,18 @@ class OpenVINOGenAI(Engine):
         self.numpy = import_module("numpy")
         precision = load.pop("precision")
         scheduler = load.pop("scheduler", None)
+        has_draft_model = load.pop("draft", False)
         properties: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": "bf16",
             "INFERENCE_NUM_THREADS": threads,
             "PERFORMANCE_HINT": "LATENCY",
             **load,
         }
+        properties = {name: value for name, value in properties.items() if value is not None}
+        if has_draft_model:
+            draft_path = files[f"genai_draft_{precision}"]
+            draft_model = self.genai.draft_model(draft_path, "CPU", **properties)
+            properties["draft_model"] = draft_model
         if scheduler is not None:
             scheduler_config = self.genai.SchedulerConfig()
             for name, value in scheduler.items():
@@ -311,6 +355,88 @@ class LlamaCpp(Engine):
         }
 
 
+class LlamaServer(Engine):
+    """llama.cpp's own server, which decodes with a draft model.
+
+    `load` has `num_draft_tokens`; 0 loads no draft model.
+    """
+
+    packages = ()
+
+    def __init__(self, files: dict[str, str], load: dict[str, Any], threads: int) -> None:
+        self.program = files["llama_server"]
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [self.program, "-m", files["gguf_Q8_0"], "--port", str(port)]
+        command += ["-t", str(threads), "-tb", str(threads), "-c", str(CONTEXT), "-np", "1"]
+        if load["num_draft_tokens"]:
+            command += ["-md", files["gguf_draft_Q8_0"], "--spec-type", "draft-simple"]
+            command += ["--spec-draft-n-max", str(load["num_draft_tokens"])]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        while not self._is_ready():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"llama-server ended with {self.process.returncode}")
+            time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def answer(
+        self,
+        prompts: list[list[int]],
+        setting: dict[str, Any],
+        num_tokens: int,
+        end: list[int],
+    ) -> Answer:
+        body = {
+            "prompt": prompts[0],
+            "n_predict": num_tokens,
+            "temperature": 0,
+            "cache_prompt": False,
+            "return_tokens": True,
+            **setting,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/completion",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        start = time.perf_counter()
+        with urllib.request.urlopen(request) as response:
+            answer = json.load(response)
+        seconds = time.perf_counter() - start
+
+        timings = answer["timings"]
+        # A call of the target yields one token more than it accepts.
+        num_calls = timings["predicted_n"] - timings.get("draft_n_accepted", 0)
+        return {
+            "tokens": [answer["tokens"]],
+            "seconds": seconds,
+            "first": timings["prompt_ms"] / 1000,
+            "calls": num_calls,
+        }
+
+    def versions(self) -> dict[str, str]:
+        process = subprocess.run(
+            [self.program, "--version"], capture_output=True, text=True, check=True
+        )
+        first_line = (process.stdout + process.stderr).splitlines()[0]
+        # The commit after it is that of the repository in which the server was built.
+        version, _, _ = first_line.removeprefix("version: ").partition(" (")
+        return {"llama.cpp": version}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
 class VLLM(Engine):
     """vLLM's engine in this process, stepped as its `LLM.generate` does.
 
@@ -381,6 +507,7 @@ ENGINES: dict[str, type[Engine]] = {
     "transformers": Transformers,
     "openvino_genai": OpenVINOGenAI,
     "llama_cpp": LlamaCpp,
+    "llama_server": LlamaServer,
     "vllm": VLLM,
 }
 
@@ -447,7 +574,7 @@ def main() -> None:
     try:
         engine_class = ENGINES[arguments["engine"]]
         engine = engine_class(arguments["files"], arguments["load"], arguments["threads"])
-        write({"versions": installed(engine_class.packages)})
+        write({"versions": engine.versions()})
     except Exception as error:
         write({"error": reason(error)})
         return

@@ -147,7 +147,7 @@ def test_answers_are_compared_with_ours_in_standard_decoding(peers: ModuleType) 
         return 0.25
 
     compared_rows = peers.with_differences(rows, gap)
-    assert requests == [(1, [5, 6], 7, -1), (1, [5], 6, 9)]
+    assert requests == [(1, [5, 6, 7], 2, -1), (1, [5, 6, 7], 1, 9)]
     assert [row.get("differs") for row in compared_rows] == [None, 2, 1, None]
     assert "differs" not in compared_rows[3], "there is no answer of ours to compare with"
     for row in compared_rows:
@@ -208,6 +208,9 @@ def measurement(
         engines={},
         repeats=2,
         max_new_tokens=128,
+        warm_up_tokens=24,
+        num_prompts=24,
+        draft=None,
     )
 
 
