@@ -198,7 +198,7 @@ def instrumented(session: Session, clock: Clock, phases: PhaseClock) -> Iterator
     executor: Any = session._executor
     timer = executor.timer
     executor.timer = phases
-    OpenVINOLM.forward = timed_forward  # type: ignore[method-assign]
+    OpenVINOLM.forward = timed_forward  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
