@@ -110,6 +110,18 @@ def test_a_slow_call_in_python_is_logged_and_a_fast_one_is_not(
     assert " of 8 tokens, about 0 s left" in caplog.messages[0]
 
 
+def test_slow_standard_decoding_in_python_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_specdec")
+    monkeypatch.setattr(activity_module, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(activity_module, "REPORT_SECONDS", 0.0)
+    SpeculativeDecoder(cases.target("rnn")).decode_standard([[1, 2, 3], [4]], max_new_tokens=8)
+    assert len(caplog.messages) == 7, "after each step but the last"
+    assert caplog.messages[0].startswith("standard decoding: 2 of 16 tokens, about ")
+    assert caplog.messages[-1].startswith("standard decoding: 14 of 16 tokens, about ")
+
+
 def test_a_measurement_that_nobody_asked_for_is_seen_in_python_by_default(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

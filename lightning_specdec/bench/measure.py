@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,10 +40,8 @@ from lightning_specdec.decoding import (
     DecodeResult,
     RowResult,
     Window,
-    autoregressive_decode,
     merge_results,
     open_session,
-    speculative_decode,
 )
 from lightning_specdec.decoding.autoregressive import open_standard
 from lightning_specdec.decoding.calibration import load_or_measure, stored
@@ -147,40 +144,6 @@ class Case:
             "sampling": Sampling.of(self.config),
         }
 
-    def decode(self, *, seed: int) -> DecodeResult:
-        """Decode the prompts, batch by batch, without garbage collection."""
-        results = []
-        was_collecting = gc.isenabled()
-        # A collection would be charged to whichever case happens to run.
-        gc.disable()
-        try:
-            for start in range(0, len(self.prompts), self.batch_size):
-                batch = self.prompts[start : start + self.batch_size]
-                texts = [list(prompt.tokens) for prompt in batch]
-                indices = list(range(start, start + len(batch)))
-                results.append(self._decode(texts, indices, seed))
-        finally:
-            if was_collecting:
-                gc.enable()
-        return merge_results(results)
-
-    def _decode(self, texts: list[list[int]], indices: list[int], seed: int) -> DecodeResult:
-        config = self.config.changed(seed=seed)
-        if self.method in HUGGING_FACE:
-            assert self.baseline is not None
-            return self.baseline.decode(self.method, texts, indices, config, draft=self.draft)
-        if self.method == STANDARD:
-            return autoregressive_decode(self.target, texts, config, indices=indices)
-        assert isinstance(self.drafter, Drafter)
-        # The answers of other runs must not help it.
-        drafter = self.drafter.fresh()
-        return speculative_decode(self.target, drafter, texts, config, indices=indices)
-
-    def run(self, repeat: int) -> tuple[Record, DecodeResult]:
-        """Decode once, with the seed of that repeat."""
-        result = self.decode(seed=self.config.seed + repeat)
-        return self.measured(repeat, result), result
-
     def measured(self, repeat: int, result: DecodeResult, **figures: Any) -> Record:
         """The row of a repeat with the figures of its result, and others."""
         return self.row(repeat, **_figures(self, result), **figures)
@@ -213,7 +176,11 @@ class Case:
         indices = list(range(start, start + len(batch)))
         config = self.config.changed(seed=self.config.seed + repeat + further_repeats)
         if self.method in HUGGING_FACE:
-            return WholeStream(lambda: self._decode(texts, indices, config.seed))
+            assert self.baseline is not None
+            decode = self.baseline.decode
+            return WholeStream(
+                lambda: decode(self.method, texts, indices, config, draft=self.draft)
+            )
         if self.method == STANDARD:
             return Stream(open_standard(self.target, texts, config, indices=indices))
         assert isinstance(self.drafter, Drafter)

@@ -18,7 +18,13 @@ from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.hub import NotFoundError, is_gguf
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
-from lightning_specdec.config.models import MOST_SMALL, PairSource, check_draft, is_run
+from lightning_specdec.config.models import (
+    DEFAULT_DEVICE,
+    MOST_SMALL,
+    PairSource,
+    check_draft,
+    is_run,
+)
 from lightning_specdec.config.pairs import Pair, get_pair
 from lightning_specdec.drafters import (
     CrossVocabulary,
@@ -77,14 +83,16 @@ def load_pair(
         FileNotFoundError, ValueError: a model cannot be loaded, or the models do not fit the memory
             or each other. Nothing in a file is run.
     """
-    find_device(source.device)
-    if source.ckpt is not None:
-        return _load_file(source, target)
     if source.pair is None:
-        return _load_pretrained(source, target, pack)
+        located_source = source.changed(device=source.device or DEFAULT_DEVICE)
+        find_device(located_source.device)
+        if source.ckpt is not None:
+            return _load_file(located_source, target)
+        return _load_pretrained(located_source, target, pack)
 
     # A named pair fills in the models and settings that the source leaves open.
     pair = get_pair(source.pair)
+    find_device(source.device or pair.device or DEFAULT_DEVICE)
     completed = _without_foreign_draft(pair, pair.complete(source))
     try:
         loaded = load_pair(completed, target=target, pack=pack)

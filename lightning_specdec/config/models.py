@@ -21,6 +21,7 @@ MAKE_TARGETS = {
 """Targets of the Makefile that write models to that directory, by the models' names."""
 FILE_SUFFIXES = (".safetensors", ".ckpt")
 """Endings of checkpoints and draft files."""
+DEFAULT_DEVICE = "cpu"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = ("int8", "int4")
 BACKENDS = ("auto", "torch", "openvino")
@@ -59,7 +60,11 @@ class TargetSource(Settings):
     trust_remote_code: bool = setting(
         False, "run Python code that comes with a model: read it first"
     )
-    device: str = setting("cpu", "device to decode on, for example cpu or cuda:0")
+    device: str | None = setting(
+        None,
+        f"device to decode on, for example cuda:0; default: that of the pair, or {DEFAULT_DEVICE}",
+        metavar="DEVICE",
+    )
     backend: str = setting(
         "auto",
         "backend for pretrained models; auto: OpenVINO on a CPU if installed and faster, "
