@@ -10,6 +10,7 @@ import pytest
 import tiny_bench
 from test_pieces import FakeStream
 
+from lightning_specdec.bench import measure as measure_module
 from lightning_specdec.bench.measure import Case, planned_runs
 from lightning_specdec.bench.pieces import Tape
 from lightning_specdec.bench.records import SPECULATIVE, STANDARD, comparisons
@@ -81,6 +82,33 @@ def test_a_case_that_fails_in_a_repeat_leaves_the_turns_of_the_others(
     assert [row.error for row in rows if row.draft == "ngram"] == [None, "no memory"]
     assert [row.repeat for row in rows if row.draft == "model"] == [0, 1, 2]
     assert [row.repeat for row in rows if row.method == STANDARD] == [0, 1, 2]
+
+
+def test_cases_whose_states_do_not_fit_the_memory_take_turns_after_whole_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most_open = 0
+    run_piece = Tape.run_piece
+    tapes: set[Tape] = set()
+
+    def counted_run_piece(self: Tape, goal: int) -> None:
+        nonlocal most_open
+        tapes.add(self)
+        run_piece(self, goal)
+        most_open = max(most_open, sum(tape.num_bytes > 0 for tape in tapes))
+
+    monkeypatch.setattr(Tape, "run_piece", counted_run_piece)
+    bench_config = tiny_bench.config(**SETTINGS)
+    tiny_bench.measured(tmp_path / "much", bench_config)
+    assert most_open == 5
+
+    most_open = 0
+    monkeypatch.setattr(measure_module, "available_bytes", lambda device: 1000)
+    rows = tiny_bench.measured(tmp_path / "little", bench_config).rows
+    assert most_open == 1
+    assert all(row.same_tokens for row in rows)
+    # Two prompts.
+    assert [len(row.pieces or []) for row in rows[:5]] == [0, 2, 2, 2, 2]
 
 
 # --- the estimate ---

@@ -32,6 +32,7 @@ from lightning_specdec.bench.verdict import ranked as ranked
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice
+from lightning_specdec.config.memory import available_bytes
 from lightning_specdec.config.terminal import one_line
 from lightning_specdec.data.corpus import tokens_sha256
 from lightning_specdec.data.prompts import Prompt
@@ -232,8 +233,8 @@ def measure(
 
     All cases take turns after every few rounds of a text, in the warm-up and in each repeat, so
     that a machine that drifts or is busy for a while is fair to all. Transformers' methods and
-    methods on a GPU take turns after each batch of prompts. The states of all cases are in memory
-    at the same time.
+    methods on a GPU take turns after each batch of prompts, and so do all methods if their states
+    do not fit the memory together.
 
     Repeat i has the seed of the config plus i. A case that fails yields one row with its error and
     is left out from then on. Ctrl-C raises KeyboardInterrupt; rows yielded before are complete.
@@ -384,8 +385,10 @@ def _run_in_turns(
     cases = list(running_cases.values())
     tapes = [case.tape(repeat) for case in cases]
     errors: dict[int, Exception] = {}
+    num_pieces = 0
 
     def run_piece(index: int, goal: int) -> None:
+        nonlocal num_pieces
         case = cases[index]
         tape = tapes[index]
         if tape.is_over:
@@ -397,6 +400,10 @@ def _run_in_turns(
             tape.abandon()
             progress.drop(case.cell)
             return
+        if num_pieces == 0 and not _fit_together(tape, len(tapes)):
+            for other_tape in tapes:
+                other_tape.whole_answers = True
+        num_pieces += 1
         num_rows = min(case.batch_size, len(case.prompts))
         progress.after_piece(case.cell, tape, case.config.max_new_tokens * num_rows)
         if tape.is_over:
@@ -454,6 +461,18 @@ def compare_once(
     assert standard_run.result is not None
     assert run.result is not None
     return MeasuredPair(standard_run.row, run.row, standard_run.result, run.result)
+
+
+def _fit_together(tape: Tape, num_tapes: int) -> bool:
+    """Whether the states of so many answers fit half of the free memory at the same time.
+
+    Args:
+        tape: has begun an answer, which is as large as those of the others.
+    """
+    num_free = available_bytes("cpu")
+    # A draft has states too; they are smaller than those of its target.
+    num_needed = (num_tapes - 1) * 2 * tape.num_bytes
+    return num_free is None or num_needed <= num_free // 2
 
 
 def missing_repeats(case: Case, repeats: int, known: Mapping[tuple[Any, ...], Record]) -> list[int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from lightning_specdec.bench.statistics import Pair
 from lightning_specdec.decoding import DecodeResult, Session
 from lightning_specdec.decoding.autoregressive import StandardDecoding
+from lightning_specdec.decoding.state_size import state_bytes
 
 PIECE_TOKENS = 12
 """New tokens of a piece of one row: a few rounds."""
@@ -53,6 +54,13 @@ class Stream:
         decoding.timer.pause()
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the states of the models."""
+        if isinstance(self._decoding, Session):
+            return state_bytes(self._decoding.states)
+        return state_bytes(self._decoding.state)
+
+    @property
     def seconds(self) -> float:
         """Seconds of all steps so far, and of opening."""
         return self._decoding.timer.elapsed()
@@ -76,6 +84,11 @@ class WholeStream(Stream):
         self._result = self._decode()
         self.num_tokens = self._result.num_new_tokens
         self.is_over = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Nothing is in memory between two steps."""
+        return 0
 
     @property
     def seconds(self) -> float:
@@ -180,6 +193,7 @@ class Tape:
             launched before the last one has been read, time inside an answer cannot be assigned.
 
     Attributes:
+        whole_answers: as the argument; it may change between two turns.
         pieces: the piece of each turn, empty for a turn without a step.
     """
 
@@ -192,7 +206,7 @@ class Tape:
     ) -> None:
         self._open_answer = open_answer
         self._num_answers = num_answers
-        self._whole_answers = whole_answers
+        self.whole_answers = whole_answers
         self._answers: list[_Answer] = []
         self._is_abandoned = False
         self._num_tokens_before = 0
@@ -256,7 +270,7 @@ class Tape:
         start_seconds = answer.seconds
         while not answer.is_over:
             answer.step()
-            if not self._whole_answers and self.num_tokens >= goal:
+            if not self.whole_answers and self.num_tokens >= goal:
                 break
         return Segment(
             answer=len(self._answers) - 1,
@@ -288,6 +302,13 @@ class Tape:
         """End the tape within its answer, and free the states of the models."""
         if self._answers:
             self._answers[-1].close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states of the answer that has begun; 0 if none has."""
+        if not self._answers or self._answers[-1].stream is None:
+            return 0
+        return self._answers[-1].stream.num_bytes
 
     def abandon(self) -> None:
         """Forget all answers of a method that has failed, and free the states of the models."""
