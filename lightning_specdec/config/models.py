@@ -230,7 +230,8 @@ def advice_on_path(path: Path) -> str:
         return advice
     if path.parts[:1] == (CHECKPOINTS,):
         advice = (
-            f" in {Path.cwd()}: the files in {CHECKPOINTS}/ are part of a clone of the repository"
+            f" in {Path.cwd()}: the files in {CHECKPOINTS}/ are part of a clone of the repository, "
+            "and `fit` writes runs there"
         )
         make_target = MAKE_TARGETS.get(path.name)
         if make_target is not None:
