@@ -254,8 +254,8 @@ def measure(
         yield from _measure(cases, repeats, warmup, known, progress)
         return
     num_runs = planned_runs(cases, repeats=repeats, warmup=warmup, known=known)
-    with RunProgress("measuring", num_runs) as progress:
-        yield from _measure(cases, repeats, warmup, known, progress)
+    with RunProgress("measuring", num_runs) as own_progress:
+        yield from _measure(cases, repeats, warmup, known, own_progress)
 
 
 def planned_runs(
@@ -299,8 +299,8 @@ def _measure(
             yield case.failed(missing[case_index][0], error)
 
     progress.resume()
-    for case_index, error in _warm_up(ready_cases, warmup, progress):
-        yield cases[case_index].failed(missing[case_index][0], error)
+    for case_index, failure in _warm_up(ready_cases, warmup, progress):
+        yield cases[case_index].failed(missing[case_index][0], failure)
 
     for repeat in range(repeats):
         running_cases = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Mapping
 from statistics import fmean
+from typing import Any
 
 from lightning_specdec.bench.pieces import Tape
 from lightning_specdec.config.activity import Activity
@@ -29,12 +30,12 @@ class RunProgress(Activity):
     def __init__(
         self,
         text: str,
-        num_runs: Mapping[Hashable, int],
-        way_of: Mapping[Hashable, Hashable] | None = None,
+        num_runs: Mapping[Any, int],
+        way_of: Mapping[Any, Hashable] | None = None,
     ) -> None:
         super().__init__(text, sum(num_runs.values()), unit="runs")
-        self._num_left = dict(num_runs)
-        self._way_of = dict(way_of or {})
+        self._num_left: dict[Hashable, int] = dict(num_runs)
+        self._way_of: dict[Hashable, Hashable] = dict(way_of or {})
         self._run_seconds: dict[Hashable, float] = {}
         self._current_seconds: dict[Hashable, float] = {}
         self._timed_seconds = 0.0

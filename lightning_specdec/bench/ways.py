@@ -17,7 +17,7 @@ from lightning_specdec.checkpoints import runs
 from lightning_specdec.checkpoints.archive import BROKEN, KEY
 from lightning_specdec.checkpoints.checkpoint import is_draft_for
 from lightning_specdec.config.kinds import DRAFTERS, Choice
-from lightning_specdec.config.models import DEFAULT_DEVICE, MOST_SMALL, PairSource
+from lightning_specdec.config.models import MOST_SMALL, PairSource
 from lightning_specdec.config.pairs import shipped_directory
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.drafters import (
@@ -182,7 +182,7 @@ def _can_use_openvino(target: LanguageModel, source: PairSource) -> bool:
     if not takes_apart or target.num_parameters <= MOST_SMALL:
         return False
     try:
-        check_openvino(source.device or DEFAULT_DEVICE)
+        check_openvino(source.chosen_device)
     except ValueError:
         return False
     return True

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import Self
 
 from lightning_specdec.config.terminal import STATUS_LINE, note_output, say, seconds_since_output
 
@@ -52,7 +53,7 @@ class Activity:
         self._start = time.monotonic()
         self._next_report = self._start + FIRST_SECONDS
 
-    def __enter__(self) -> Activity:
+    def __enter__(self) -> Self:
         self._start = time.monotonic()
         self._next_report = self._start + FIRST_SECONDS
         _activities.append(self)

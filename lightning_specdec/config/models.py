@@ -159,6 +159,11 @@ class PairSource(DraftSource, TargetSource):
                 )
 
     @property
+    def chosen_device(self) -> str:
+        """The device to decode on."""
+        return self.device or DEFAULT_DEVICE
+
+    @property
     def name(self) -> str:
         """What is loaded, for messages."""
         return str(self.ckpt or self.pair or self.target)
