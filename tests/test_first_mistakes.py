@@ -17,9 +17,20 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
 
 
-@pytest.mark.parametrize("verb", ["bench"])
-def test_a_config_without_its_flag_is_recognized(verb: str) -> None:
-    refused(verb, "mine.yaml", message="did you mean --config mine.yaml?")
+def test_a_config_without_its_flag_is_recognized() -> None:
+    refused("bench", "mine.yaml", message="did you mean --config mine.yaml?")
+    refused("fit", "mine.yaml", message="fit takes its config as an option: --config mine.yaml")
+
+
+def test_a_recipe_belongs_to_fit() -> None:
+    refused("test", "--recipe", "eagle", message="--recipe is an option of fit --recipe NAME")
+
+
+def test_an_argument_that_is_missing_or_misspelled_is_named() -> None:
+    config = str(ROOT / "configs" / "rnn.yaml")
+    words = ("fit", "--config", config)
+    refused(*words, "--data", "SequenceFile", message="arguments are required: path: give --data.p")
+    refused(*words, "--minute", "3", message="did you mean --minutes?")
 
 
 def test_a_config_of_training_is_no_benchmark() -> None:

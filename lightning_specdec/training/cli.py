@@ -485,6 +485,10 @@ def _advice(report: str) -> str:
     if unknown_argument:
         of_data = 'Parser key "data' in report
         return nearest(unknown_argument[1], _known_arguments(sys.argv[2:], of_data=of_data))
+    section = re.search(r'Parser key "(data|model)', report)
+    required = re.search(r"arguments are required: ([\w.]+)", report)
+    if section and required:
+        return f": give --{section[1]}.{required[1].rpartition('.')[2]}"
     if "arguments are required" in report:
         example = "smollm2_generate" if sys.argv[1] == "generate" else "rnn"
         return f": give --config FILE, for example configs/{example}.yaml"
@@ -500,6 +504,10 @@ def _advice(report: str) -> str:
         "--save_seconds",
         "--seed_everything",
         "--print_config",
+        "--minutes",
+        "--target",
+        "--text",
+        "--name",
     ]
     for name in inspect.signature(Trainer).parameters:
         options.append(f"--trainer.{name}")
