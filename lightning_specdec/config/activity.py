@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Self
+from typing import TypeVar
 
 from lightning_specdec.config.terminal import STATUS_LINE, note_output, say, seconds_since_output
 
@@ -24,6 +24,9 @@ REPORT_SECONDS = 10.0
 """Time between two reports."""
 REDRAW_SECONDS = 0.5
 """Time between two updates of the line in a terminal."""
+
+
+A = TypeVar("A", bound="Activity")
 
 
 class Activity:
@@ -53,7 +56,7 @@ class Activity:
         self._start = time.monotonic()
         self._next_report = self._start + FIRST_SECONDS
 
-    def __enter__(self) -> Self:
+    def __enter__(self: A) -> A:
         self._start = time.monotonic()
         self._next_report = self._start + FIRST_SECONDS
         _activities.append(self)
