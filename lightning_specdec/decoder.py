@@ -18,9 +18,11 @@ import torch
 from lightning_specdec.checkpoints import checkpoint, load_pair
 from lightning_specdec.checkpoints.loading import wrap_model
 from lightning_specdec.checkpoints.target_reference import TargetReference
+from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.models import PRETRAINED_ONLY, PairSource
+from lightning_specdec.config.pairs import MOST_THREADS, get_pair
 from lightning_specdec.config.settings import accepts_fields
 from lightning_specdec.decoding import (
     AdaptiveWindow,
@@ -171,6 +173,7 @@ class SpeculativeDecoder:
         source: PairSource,
         *,
         num_draft_tokens: WindowChoice | None = None,
+        threads: int | None = None,
         pack: bool = True,
     ) -> SpeculativeDecoder:
         """Load the models that a `PairSource` names.
@@ -178,6 +181,8 @@ class SpeculativeDecoder:
         Args:
             num_draft_tokens: draft tokens per round. If None, the number that the pair or the draft
                 stores, or else 3.
+            threads: CPU threads of torch, set for this process. If None, the number that the pair
+                stores; without one, torch's number is left unchanged.
             pack: whether to lay out pretrained weights for this CPU, which makes them faster and
                 unfit for training.
 
@@ -185,6 +190,12 @@ class SpeculativeDecoder:
             FileNotFoundError, ValueError: a model cannot be loaded, exceeds the memory, or does not
                 fit the other.
         """
+        if threads is None and source.pair is not None:
+            threads = get_pair(source.pair).threads
+        if threads is not None:
+            require_int("threads", threads, 1, MOST_THREADS)
+            # Before the models are loaded: OpenVINO keeps the number that it was compiled with.
+            torch.set_num_threads(threads)
         loaded = load_pair(source, pack=pack)
         if num_draft_tokens is None:
             num_draft_tokens = loaded.num_draft_tokens or 3
@@ -250,6 +261,7 @@ class SpeculativeDecoder:
         draft: Any = None,
         *,
         num_draft_tokens: WindowChoice | None = None,
+        threads: int | None = None,
         pack: bool = True,
         **options: Any,
     ) -> SpeculativeDecoder:
@@ -257,11 +269,11 @@ class SpeculativeDecoder:
 
         Args:
             draft: replaces the pair's draft.
-            num_draft_tokens: as of `load`, like `pack`.
+            num_draft_tokens: as of `load`, like `threads` and `pack`.
             options: replace the pair's settings; as of `from_pretrained`.
         """
         source = _source(pair=name, draft=draft, **options)
-        return cls.load(source, num_draft_tokens=num_draft_tokens, pack=pack)
+        return cls.load(source, num_draft_tokens=num_draft_tokens, threads=threads, pack=pack)
 
     def with_drafter(self, drafter: AnyDrafter) -> SpeculativeDecoder:
         """A decoder of the same target and settings with another drafter.

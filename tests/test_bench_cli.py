@@ -8,6 +8,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,15 @@ def fail(
     error: BaseException,
     fails: Callable[[Case], bool],
 ) -> None:
-    """Make timed runs of some cases fail."""
-    run = Case.run
+    """Make answers of some cases fail."""
+    open_stream = Case._open
 
-    def failing_run(self: Case, repeat: int) -> Any:
+    def failing_open(self: Case, number: int, repeat: int) -> Any:
         if fails(self):
             raise error
-        return run(self, repeat)
+        return open_stream(self, number, repeat)
 
-    monkeypatch.setattr(Case, "run", failing_run)
+    monkeypatch.setattr(Case, "_open", failing_open)
 
 
 KEPT = "kept in results/tiny: `lightning_specdec report results/tiny` summarizes the results\n"
@@ -100,7 +101,7 @@ def test_a_benchmark_is_stored_and_shown_as_a_table() -> None:
 
 def test_the_same_command_measures_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     first_outcome = succeed(*BENCH)
-    monkeypatch.setattr(Case, "run", lambda *arguments: pytest.fail("measured again"))
+    monkeypatch.setattr(Case, "_open", lambda *arguments: pytest.fail("measured again"))
     assert succeed(*BENCH).out == first_outcome.out
 
 
@@ -130,9 +131,10 @@ def test_results_are_shown_as_markdown_csv_and_json() -> None:
 
 
 def test_ctrl_c_leaves_a_file_that_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_numbers = iter(range(10))
+    answer_numbers = count()
     with monkeypatch.context() as patch:
-        fail(patch, KeyboardInterrupt(), lambda case: next(run_numbers) == 3)
+        # Three cases have two answers in each repeat.
+        fail(patch, KeyboardInterrupt(), lambda case: next(answer_numbers) == 8)
         outcome = call(*BENCH)
     assert outcome.code == 130
     assert "\nmethod " in outcome.out

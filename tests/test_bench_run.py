@@ -21,7 +21,7 @@ from lightning_specdec.bench.measure import Case
 from lightning_specdec.bench.records import Record
 from lightning_specdec.bench.results import read
 from lightning_specdec.bench.run import BenchPair
-from lightning_specdec.decoding import PHASES
+from lightning_specdec.decoding import PHASES, merge_results
 from lightning_specdec.drafters import ModelDrafter, NGramDrafter
 
 
@@ -239,6 +239,14 @@ def test_a_method_that_cannot_decode_batches_fails_alone(tmp_path: Path) -> None
     assert "batch" in str(failed.error)
 
 
+def decoded(case: Case, *, seed: int = 0) -> list[list[int]]:
+    """The tokens of all prompts of a case."""
+    tape = case.tape(seed)
+    while not tape.is_over:
+        tape.run_piece(tape.num_tokens + 1)
+    return merge_results(tape.results()).tokens
+
+
 def generate_case(bench_pair: BenchPair, **changes: Any) -> Case:
     bench_config = config(baselines=["generate"], max_new_tokens=6, **changes)
     group = bench_pair.cases(bench_config)[0]
@@ -247,12 +255,12 @@ def generate_case(bench_pair: BenchPair, **changes: Any) -> Case:
 
 def test_generate_decodes_batches_and_stops_at_eos() -> None:
     bench_pair = transformer()
-    single_tokens = generate_case(bench_pair).decode(seed=0).tokens
-    assert generate_case(bench_pair, batch_sizes=[2]).decode(seed=0).tokens == single_tokens
+    single_tokens = decoded(generate_case(bench_pair))
+    assert decoded(generate_case(bench_pair, batch_sizes=[2])) == single_tokens
 
     eos = single_tokens[0][2]
     bench_pair.eos = (eos,)
-    batch_tokens = generate_case(bench_pair, batch_sizes=[2]).decode(seed=0).tokens
+    batch_tokens = decoded(generate_case(bench_pair, batch_sizes=[2]))
     num_kept = single_tokens[0].index(eos) + 1
     assert batch_tokens[0] == single_tokens[0][:num_kept]
 
@@ -260,7 +268,7 @@ def test_generate_decodes_batches_and_stops_at_eos() -> None:
 def test_generate_draws_with_its_seed_and_restores_torchs_generator() -> None:
     case = generate_case(transformer(), temperatures=[5.0], batch_sizes=[2])
     state = torch.get_rng_state()
-    tokens = case.decode(seed=0).tokens
-    assert case.decode(seed=0).tokens == tokens
-    assert case.decode(seed=1).tokens != tokens
+    tokens = decoded(case)
+    assert decoded(case) == tokens
+    assert decoded(case, seed=1) != tokens
     assert torch.equal(torch.get_rng_state(), state)

@@ -17,6 +17,7 @@ from lightning_specdec.config import activity as activity_module
 from lightning_specdec.config.activity import Activity, Reporter, show_activity
 from lightning_specdec.config.terminal import STATUS_LINE, display_width, padded, say
 from lightning_specdec.decoding import calibration
+from lightning_specdec.models import huggingface
 
 __all__ = ["ckpt", "shipped_run"]
 
@@ -108,6 +109,34 @@ def test_a_slow_call_in_python_is_logged_and_a_fast_one_is_not(
     assert caplog.records[0].name.startswith("lightning_specdec.")
     assert caplog.messages[0].startswith("decoding: ")
     assert " of 8 tokens, about 0 s left" in caplog.messages[0]
+
+
+def test_slow_standard_decoding_in_python_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_specdec")
+    monkeypatch.setattr(activity_module, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(activity_module, "REPORT_SECONDS", 0.0)
+    SpeculativeDecoder(cases.target("rnn")).decode_standard([[1, 2, 3], [4]], max_new_tokens=8)
+    assert len(caplog.messages) == 7, "after each step but the last"
+    assert caplog.messages[0].startswith("standard decoding: 2 of 16 tokens, about ")
+    assert caplog.messages[-1].startswith("standard decoding: 14 of 16 tokens, about ")
+
+
+def test_a_long_prompt_is_reported_while_it_is_read(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_specdec")
+    decoder = SpeculativeDecoder(cases.target("llama"))
+    # Measured before the first call, which reads short texts.
+    decoder.decode([1, 2], max_new_tokens=2)
+    monkeypatch.setattr(activity_module, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(activity_module, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(huggingface, "longest_part", lambda device: 8)
+    decoder.decode([1, 2, 3, 4] * 5, max_new_tokens=2, num_draft_tokens=1)
+    reports = [text for text in caplog.messages if text.startswith("reading the prompt: ")]
+    assert reports[0].startswith("reading the prompt: 8 of ")
+    assert len(reports) == 3
 
 
 def test_a_measurement_that_nobody_asked_for_is_seen_in_python_by_default(

@@ -46,7 +46,7 @@ def test_a_recipe_killed_in_its_first_epoch_goes_on_and_its_draft_decodes(
     with monkeypatch.context() as stopped:
         Stop(stopped, "SIGKILL")
         assert end_of(lambda: call(*fit_command, "--save_seconds", "0")) == -signal.SIGKILL
-    last_checkpoint = Path(f"checkpoints/target_{recipe}/version_0/last.ckpt")
+    last_checkpoint = Path(f"checkpoints/target_{recipe}_text/version_0/last.ckpt")
     assert checkpoint.read(last_checkpoint)["global_step"] == 3
     outcome = succeed(*fit_command, "--ckpt_path", "last")
     assert "val/block_efficiency" in outcome.out
@@ -110,8 +110,8 @@ def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_of
         "half of"
     )
     assert re.search(expected_message, outcome.err) and "free)" in outcome.err
-    *_, best = sorted(Path().glob("checkpoints/target_eagle/version_*/best.ckpt"))
-    content, logs = checkpoint.read(best), Path("logs/target_eagle", best.parent.name)
+    *_, best = sorted(Path().glob("checkpoints/target_eagle_text/version_*/best.ckpt"))
+    content, logs = checkpoint.read(best), Path("logs/target_eagle_text", best.parent.name)
     rate = content["optimizer_states"][0]["param_groups"][0]["lr"]
     assert FINAL_RATE * 0.004 <= rate < 0.1 * 0.004 and content["epoch"] > 1
     assert (logs / "samples.md").is_file()
@@ -162,7 +162,9 @@ def test_the_guides_first_commands_work_as_written(target: str, corpus: Path) ->
     fit_words, *other_commands = commands(ROOT / "docs" / "train_a_draft.md")[:3]
     assert [fit_words[0], *(words[0] for words in other_commands)] == ["fit", "export", "decode"]
     replacements = {"shipped": str(corpus), "5": "MINUTES"}
-    fit_for_minutes(*(replacements.get(word, word) for word in fit_words))
+    fit_for_minutes(
+        *(replacements.get(word, word) for word in fit_words), "--name", "smollm2_eagle"
+    )
     for words in other_commands:
         outcome = succeed(*words)
     assert "Name three uses of a brick." in outcome.out

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from cli_fixtures import refused, succeed
 from tiny_models import write_text_model
 
 from lightning_specdec import SpeculativeDecoder
@@ -139,3 +142,37 @@ def test_a_local_copy_with_other_weights_decodes_with_lookup_alone(
     decoder = SpeculativeDecoder.from_pair("smollm2", dtype="float32", backend="torch")
     assert isinstance(decoder.drafter, NGramDrafter)
     assert "was not trained for checkpoints/smollm2, so prompt lookup runs alone" in caplog.text
+
+
+def test_a_pairs_threads_are_set_in_python_and_the_command_line_alike() -> None:
+    values = {"description": "x", "ckpt": RNN, "num_draft_tokens": 2, "threads": 2}
+    write_pair("mine", values)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        SpeculativeDecoder.from_checkpoint(RNN)
+        assert torch.get_num_threads() == 1
+        SpeculativeDecoder.from_pair("mine")
+        assert torch.get_num_threads() == 2
+        SpeculativeDecoder.from_pair("mine", threads=1)
+        assert torch.get_num_threads() == 1
+        for options, expected in (((), 2), (("--threads", "1"), 1)):
+            words = ("decode", "--pair", "mine", "--repeats", "0", "--output", "json")
+            document = json.loads(succeed(*words, *options).out)
+            assert document["manifest"]["threads"] == expected
+    finally:
+        torch.set_num_threads(num_threads)
+    with pytest.raises(ValueError, match="threads must be from 1 to 1024, got 0"):
+        SpeculativeDecoder.from_pair("mine", threads=0)
+
+
+def test_a_pairs_device_is_used_unless_another_one_is_asked_for() -> None:
+    values = {"description": "x", "ckpt": RNN, "num_draft_tokens": 2, "device": "meta"}
+    write_pair("there", values)
+    assert completed("there").device == "meta"
+    assert completed("there", device="cpu").device == "cpu"
+    with pytest.raises(ValueError, match="no usable device 'meta'"):
+        SpeculativeDecoder.from_pair("there")
+    assert SpeculativeDecoder.from_pair("there", device="cpu").target.device.type == "cpu"
+    refused("decode", "--pair", "there", message="no usable device 'meta'")
+    succeed("decode", "--pair", "there", "--device", "cpu", "--repeats", "0")

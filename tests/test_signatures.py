@@ -84,7 +84,7 @@ def test_loading_shows_the_fields_of_a_pair_source_with_their_defaults(method: s
     parameters = inspect.signature(function).parameters
     fields = {field.name: field for field in setting_fields(PairSource)}
     assert {"device", "dtype", "drafter", "num_draft_tokens", "pack"} <= parameters.keys()
-    assert parameters["device"].default == "cpu"
+    assert parameters["device"].default is None
     assert not any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
     )

@@ -108,6 +108,11 @@ def read_config(path: str | os.PathLike[str], **changes: Any) -> BenchConfig:
     try:
         if not isinstance(values, Mapping):
             raise ValueError("a benchmark's config must be a mapping of pairs, prompts, ...")
+        if "trainer" in values and "pairs" not in values:
+            raise ValueError(
+                "this is a config of training: use it with `lightning_specdec fit --config`; those "
+                "of benchmarks are in configs/bench"
+            )
         return BenchConfig.from_dict({"name": config_path.stem, **values, **changes})
     except ValueError as error:
         raise ValueError(f"{config_path}: {error}") from error

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +12,7 @@ from lightning_specdec.bench.pieces import (
     PIECE_TOKENS,
     Stream,
     Tape,
+    WholeStream,
     pairs_by_turn,
     take_turns,
 )
@@ -26,11 +26,13 @@ from lightning_specdec.bench.records import (
     Record,
     comparisons,
 )
+from lightning_specdec.bench.run_progress import RunProgress
 from lightning_specdec.bench.verdict import best as best
 from lightning_specdec.bench.verdict import ranked as ranked
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, RULES, Choice
+from lightning_specdec.config.memory import available_bytes
 from lightning_specdec.config.terminal import one_line
 from lightning_specdec.data.corpus import tokens_sha256
 from lightning_specdec.data.prompts import Prompt
@@ -39,10 +41,8 @@ from lightning_specdec.decoding import (
     DecodeResult,
     RowResult,
     Window,
-    autoregressive_decode,
     merge_results,
     open_session,
-    speculative_decode,
 )
 from lightning_specdec.decoding.autoregressive import open_standard
 from lightning_specdec.decoding.calibration import load_or_measure, stored
@@ -145,40 +145,6 @@ class Case:
             "sampling": Sampling.of(self.config),
         }
 
-    def decode(self, *, seed: int) -> DecodeResult:
-        """Decode the prompts, batch by batch, without garbage collection."""
-        results = []
-        was_collecting = gc.isenabled()
-        # A collection would be charged to whichever case happens to run.
-        gc.disable()
-        try:
-            for start in range(0, len(self.prompts), self.batch_size):
-                batch = self.prompts[start : start + self.batch_size]
-                texts = [list(prompt.tokens) for prompt in batch]
-                indices = list(range(start, start + len(batch)))
-                results.append(self._decode(texts, indices, seed))
-        finally:
-            if was_collecting:
-                gc.enable()
-        return merge_results(results)
-
-    def _decode(self, texts: list[list[int]], indices: list[int], seed: int) -> DecodeResult:
-        config = self.config.changed(seed=seed)
-        if self.method in HUGGING_FACE:
-            assert self.baseline is not None
-            return self.baseline.decode(self.method, texts, indices, config, draft=self.draft)
-        if self.method == STANDARD:
-            return autoregressive_decode(self.target, texts, config, indices=indices)
-        assert isinstance(self.drafter, Drafter)
-        # The answers of other runs must not help it.
-        drafter = self.drafter.fresh()
-        return speculative_decode(self.target, drafter, texts, config, indices=indices)
-
-    def run(self, repeat: int) -> tuple[Record, DecodeResult]:
-        """Decode once, with the seed of that repeat."""
-        result = self.decode(seed=self.config.seed + repeat)
-        return self.measured(repeat, result), result
-
     def measured(self, repeat: int, result: DecodeResult, **figures: Any) -> Record:
         """The row of a repeat with the figures of its result, and others."""
         return self.row(repeat, **_figures(self, result), **figures)
@@ -210,6 +176,12 @@ class Case:
         texts = [list(prompt.tokens) for prompt in batch]
         indices = list(range(start, start + len(batch)))
         config = self.config.changed(seed=self.config.seed + repeat + further_repeats)
+        if self.method in HUGGING_FACE:
+            assert self.baseline is not None
+            decode = self.baseline.decode
+            return WholeStream(
+                lambda: decode(self.method, texts, indices, config, draft=self.draft)
+            )
         if self.method == STANDARD:
             return Stream(open_standard(self.target, texts, config, indices=indices))
         assert isinstance(self.drafter, Drafter)
@@ -255,101 +227,196 @@ def measure(
     repeats: int = 5,
     warmup: int = 1,
     known: Mapping[tuple[Any, ...], Record] | None = None,
-    in_pieces: bool = False,
-    on_warm_up: Callable[[Case, float], None] = lambda case, seconds: None,
+    progress: RunProgress | None = None,
 ) -> Iterator[Record]:
     """Measure cases that are compared with each other; yields each row after its measurement.
 
-    All cases are warmed up, then take turns (A B A B), so that a machine that drifts is fair to
-    all. Repeat i has the seed of the config plus i. A case that fails yields one row with its error
-    and is left out from then on. Ctrl-C raises KeyboardInterrupt; rows yielded before are complete.
+    All cases take turns after every few rounds of a text, in the warm-up and in each repeat, so
+    that a machine that drifts or is busy for a while is fair to all. Transformers' methods and
+    methods on a GPU take turns after each batch of prompts, and so do all methods if their states
+    do not fit the memory together.
+
+    Repeat i has the seed of the config plus i. A case that fails yields one row with its error and
+    is left out from then on. Ctrl-C raises KeyboardInterrupt; rows yielded before are complete.
 
     Args:
         cases: standard decoding first, whose tokens the others are compared with.
         repeats: timed runs of each case.
         warmup: untimed runs before them.
-        known: rows of earlier runs by cell and repeat, which are not measured again.
-        in_pieces: whether the cases, which are standard and speculative decoding, take turns after
-            every few rounds of a text, instead of after each repeat. Needs the memory of both.
-        on_warm_up: called after each untimed run with its case and its seconds.
+        known: rows of earlier runs by cell and repeat, which are not measured again. If a case
+            lacks a repeat, standard decoding runs beside it again.
+        progress: of a measurement that these cases are a part of.
     """
     require_int("repeats", repeats, 1)
     require_int("warmup", warmup, 0)
     known = known or {}
+    if progress is not None:
+        yield from _measure(cases, repeats, warmup, known, progress)
+        return
+    num_runs = planned_runs(cases, repeats=repeats, warmup=warmup, known=known)
+    with RunProgress("measuring", num_runs) as own_progress:
+        yield from _measure(cases, repeats, warmup, known, own_progress)
+
+
+def planned_runs(
+    cases: Sequence[Case],
+    *,
+    repeats: int,
+    warmup: int,
+    known: Mapping[tuple[Any, ...], Record],
+) -> dict[Hashable, int]:
+    """How often `measure` runs each case, warm-up included, by its cell."""
+    num_runs: dict[Hashable, int] = {}
+    for case in cases:
+        num_missing = len(missing_repeats(case, repeats, known))
+        num_runs[case.cell] = num_missing + warmup if num_missing else 0
+    return num_runs
+
+
+def _measure(
+    cases: Sequence[Case],
+    repeats: int,
+    warmup: int,
+    known: Mapping[tuple[Any, ...], Record],
+    progress: RunProgress,
+) -> Iterator[Record]:
+    """`measure`, after its checks."""
+    missing = [missing_repeats(case, repeats, known) for case in cases]
+    if not any(missing):
+        return
+    if not _has_failed(cases[0], repeats, known):
+        # Standard decoding runs beside every missing repeat of another case.
+        missing[0] = sorted(set().union(*missing))
 
     ready_cases: dict[int, Case] = {}
     for case_index, case in enumerate(cases):
-        missing = missing_repeats(case, repeats, known)
-        if not missing:
+        if not missing[case_index]:
             continue
         try:
-            prepared_case = case.prepared()
-            for repeat in range(warmup):
-                result = prepared_case.decode(seed=case.config.seed + repeat)
-                on_warm_up(case, result.seconds)
+            ready_cases[case_index] = case.prepared()
         except case.failures as error:
-            yield case.failed(missing[0], error)
-        else:
-            ready_cases[case_index] = prepared_case
+            progress.drop(case.cell)
+            yield case.failed(missing[case_index][0], error)
 
-    if in_pieces and len(ready_cases) == len(cases) == 2:
-        standard, speculative = ready_cases.values()
-        yield from _measure_in_pieces(standard, speculative, repeats)
-    else:
-        yield from _measure_whole_repeats(cases, ready_cases, repeats, known)
+    progress.resume()
+    for case_index, failure in _warm_up(ready_cases, warmup, progress):
+        yield cases[case_index].failed(missing[case_index][0], failure)
+
+    for repeat in range(repeats):
+        running_cases = {}
+        for case_index, case in ready_cases.items():
+            if repeat in missing[case_index]:
+                running_cases[case_index] = case
+        for case_index, (row, _) in zip(
+            running_cases, _run_repeat(running_cases, repeat, progress), strict=True
+        ):
+            if row.error is not None:
+                del ready_cases[case_index]
+            if (row.cell, repeat) not in known:
+                yield row
+    progress.pause()
 
 
-def _measure_whole_repeats(
-    cases: Sequence[Case],
+def _warm_up(
     ready_cases: dict[int, Case],
-    repeats: int,
-    known: Mapping[tuple[Any, ...], Record],
-) -> Iterator[Record]:
-    """Measure cases that take turns after each repeat.
+    warmup: int,
+    progress: RunProgress,
+) -> Iterator[tuple[int, Exception]]:
+    """Run cases in turn without keeping their rows; removes and yields those that fail."""
+    for repeat in range(warmup):
+        for case_index, outcome in _run_in_turns(ready_cases, repeat, progress).items():
+            if isinstance(outcome, Exception):
+                del ready_cases[case_index]
+                yield case_index, outcome
+
+
+def _has_failed(case: Case, repeats: int, known: Mapping[tuple[Any, ...], Record]) -> bool:
+    """Whether a case has failed in an earlier run."""
+    rows = [known.get((case.cell, repeat)) for repeat in range(repeats)]
+    return any(row is not None and row.error is not None for row in rows)
+
+
+class _Run(NamedTuple):
+    """One repeat of a case; a case that failed has no result."""
+
+    row: Record
+    result: DecodeResult | None
+
+
+def _run_repeat(
+    running_cases: Mapping[int, Case],
+    repeat: int,
+    progress: RunProgress,
+) -> list[_Run]:
+    """Run one repeat of cases that take turns.
 
     Args:
-        cases: all cases.
-        ready_cases: those that are measured, by their index; a case that fails is removed.
-        repeats, known: as of `measure`.
+        running_cases: by their index; standard decoding has index 0.
     """
-    standard_cell = cases[0].cell
-    for repeat in range(repeats):
-        expected: DecodeResult | Record | None = known.get((standard_cell, repeat))
-        for case_index, case in list(ready_cases.items()):
-            if (case.cell, repeat) in known:
-                continue
-            try:
-                row, result = case.run(repeat)
-            except case.failures as error:
-                del ready_cases[case_index]
-                yield case.failed(repeat, error)
-                continue
+    outcomes = _run_in_turns(running_cases, repeat, progress)
+    standard_tape = outcomes.get(0)
+    if isinstance(standard_tape, Exception):
+        standard_tape = None
+    expected = None if standard_tape is None else merge_results(standard_tape.results())
 
-            if case.method == STANDARD:
-                expected = result
-            if case.keeps_tokens:
-                row = replace(row, **_beside(result, expected))
-            yield row
+    runs = []
+    for case_index, outcome in outcomes.items():
+        case = running_cases[case_index]
+        if isinstance(outcome, Exception):
+            runs.append(_Run(case.failed(repeat, outcome), None))
+            continue
+        result = merge_results(outcome.results())
+        figures: dict[str, Any] = {}
+        if case_index > 0 and standard_tape is not None:
+            figures["pieces"] = list(pairs_by_turn(standard_tape, outcome).values()) or None
+        row = case.measured(repeat, result, **figures)
+        if case.keeps_tokens:
+            row = replace(row, **_beside(result, expected))
+        runs.append(_Run(row, result))
+    return runs
 
 
-def _measure_in_pieces(standard: Case, speculative: Case, repeats: int) -> Iterator[Record]:
-    """Measure two cases that take turns after every few rounds; yields the rows of each repeat.
+def _run_in_turns(
+    running_cases: Mapping[int, Case],
+    repeat: int,
+    progress: RunProgress,
+) -> dict[int, Tape | Exception]:
+    """Run one repeat of cases that take turns; returns each case's tape, or its error."""
+    cases = list(running_cases.values())
+    tapes = [case.tape(repeat) for case in cases]
+    errors: dict[int, Exception] = {}
+    num_pieces = 0
 
-    A case that fails yields one row with its error, and ends the measurement.
-    """
-    for repeat in range(repeats):
-        try:
-            measured = _run_in_pieces(standard, speculative, repeat)
-        except FAILURES as error:
-            try:
-                standard.decode(seed=standard.config.seed + repeat)
-            except FAILURES as standard_error:
-                yield standard.failed(repeat, standard_error)
-            else:
-                yield speculative.failed(repeat, error)
+    def run_piece(index: int, goal: int) -> None:
+        nonlocal num_pieces
+        case = cases[index]
+        tape = tapes[index]
+        if tape.is_over:
             return
-        yield measured.standard_row
-        yield measured.row
+        try:
+            tape.run_piece(goal)
+        except case.failures as error:
+            errors[index] = error
+            tape.abandon()
+            progress.drop(case.cell)
+            return
+        if num_pieces == 0 and not _fit_together(tape, len(tapes)):
+            for other_tape in tapes:
+                other_tape.whole_answers = True
+        num_pieces += 1
+        num_rows = min(case.batch_size, len(case.prompts))
+        progress.after_piece(case.cell, tape, case.config.max_new_tokens * num_rows)
+        if tape.is_over:
+            progress.finish_run(case.cell)
+
+    batch_size = max((case.batch_size for case in cases), default=1)
+    for _ in take_turns(tapes, piece_tokens=PIECE_TOKENS * batch_size, run_piece=run_piece):
+        pass
+
+    outcomes: dict[int, Tape | Exception] = {}
+    for index, case_index in enumerate(running_cases):
+        outcomes[case_index] = errors.get(index, tapes[index])
+    return outcomes
 
 
 class MeasuredPair(NamedTuple):
@@ -364,25 +431,6 @@ class MeasuredPair(NamedTuple):
     def comparison(self) -> Comparison:
         """The figures of the other case beside those of standard decoding."""
         return comparisons([self.standard_row, self.row])[-1]
-
-
-def _run_in_pieces(standard: Case, speculative: Case, repeat: int) -> MeasuredPair:
-    """Run one repeat of two cases that take turns after every few rounds."""
-    standard_tape = standard.tape(repeat)
-    tape = speculative.tape(repeat)
-    for _ in take_turns([standard_tape, tape], piece_tokens=PIECE_TOKENS * standard.batch_size):
-        pass
-    standard_result = merge_results(standard_tape.results())
-    result = merge_results(tape.results())
-    pieces = list(pairs_by_turn(standard_tape, tape).values())
-
-    standard_row = standard.measured(repeat, standard_result)
-    row = speculative.measured(repeat, result, pieces=pieces)
-    if standard.keeps_tokens:
-        standard_row = replace(standard_row, same_tokens=True)
-    if speculative.keeps_tokens:
-        row = replace(row, **_beside(result, standard_result))
-    return MeasuredPair(standard_row, row, standard_result, result)
 
 
 def compare_once(
@@ -402,9 +450,29 @@ def compare_once(
     standard = _standard_case(target, prompts, config, batch_size=1)
     name = DRAFTERS.name_of(type(drafter))
     speculative = replace(standard, method=SPECULATIVE, drafter=drafter, draft=name)
-    for case in (standard, speculative):
+    both = {0: standard, 1: speculative}
+    for case in both.values():
         case.tape().run_piece(PIECE_TOKENS)
-    return _run_in_pieces(standard, speculative, repeat=0)
+    progress = RunProgress("comparing", {case.cell: 1 for case in both.values()})
+    standard_run, run = _run_repeat(both, 0, progress)
+    for row, _ in (standard_run, run):
+        if row.error is not None:
+            raise ValueError(row.error)
+    assert standard_run.result is not None
+    assert run.result is not None
+    return MeasuredPair(standard_run.row, run.row, standard_run.result, run.result)
+
+
+def _fit_together(tape: Tape, num_tapes: int) -> bool:
+    """Whether the states of so many answers fit half of the free memory at the same time.
+
+    Args:
+        tape: has begun an answer, which is as large as those of the others.
+    """
+    num_free = available_bytes("cpu")
+    # A draft has states too; they are smaller than those of its target.
+    num_needed = (num_tapes - 1) * 2 * tape.num_bytes
+    return num_free is None or num_needed <= num_free // 2
 
 
 def missing_repeats(case: Case, repeats: int, known: Mapping[tuple[Any, ...], Record]) -> list[int]:
@@ -568,7 +636,7 @@ def _compare(
     interrupted = False
     try:
         # One by one, so that the rows before Ctrl-C stay.
-        for row in measure(cases, repeats=repeats, warmup=warmup, in_pieces=True):
+        for row in measure(cases, repeats=repeats, warmup=warmup):
             rows.append(row)
     except KeyboardInterrupt:
         interrupted = True

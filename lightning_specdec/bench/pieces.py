@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from lightning_specdec.bench.statistics import Pair
 from lightning_specdec.decoding import DecodeResult, Session
 from lightning_specdec.decoding.autoregressive import StandardDecoding
+from lightning_specdec.decoding.state_size import state_bytes
 
 PIECE_TOKENS = 12
 """New tokens of a piece of one row: a few rounds."""
+MIN_STEPS = 4
+"""Steps of an answer from which on its later half shows its speed."""
 
 
 class Stream:
@@ -51,6 +54,13 @@ class Stream:
         decoding.timer.pause()
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the states of the models."""
+        if isinstance(self._decoding, Session):
+            return state_bytes(self._decoding.states)
+        return state_bytes(self._decoding.state)
+
+    @property
     def seconds(self) -> float:
         """Seconds of all steps so far, and of opening."""
         return self._decoding.timer.elapsed()
@@ -58,6 +68,37 @@ class Stream:
     def result(self) -> DecodeResult:
         """The result so far."""
         return self._decoding.result()
+
+
+class WholeStream(Stream):
+    """A batch of answers that is decoded in a single step, as transformers decodes it."""
+
+    def __init__(self, decode: Callable[[], DecodeResult]) -> None:
+        self._decode = decode
+        self._result: DecodeResult | None = None
+        self.num_tokens = 0
+        self.is_over = False
+
+    def step(self) -> None:
+        """Decode the whole batch."""
+        self._result = self._decode()
+        self.num_tokens = self._result.num_new_tokens
+        self.is_over = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Nothing is in memory between two steps."""
+        return 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return 0.0 if self._result is None else self._result.seconds
+
+    def result(self) -> DecodeResult:
+        """The result of the step."""
+        assert self._result is not None
+        return self._result
 
 
 class _Answer:
@@ -98,6 +139,17 @@ class _Answer:
             return self._finished
         assert self.stream is not None
         return self.stream.result()
+
+    def expected_seconds(self, max_tokens: int) -> float:
+        """Seconds of an answer at the speed of its later steps."""
+        num_steps = len(self.seconds_by_step) - 1
+        if num_steps < MIN_STEPS:
+            return self.seconds * (1.0 if self.is_over else max_tokens / max(1, self.num_tokens))
+        start = num_steps // 2
+        num_tokens = self.num_tokens - self.tokens_by_step[start]
+        seconds = self.seconds - self.seconds_by_step[start]
+        expected_tokens = self.num_tokens if self.is_over else max_tokens
+        return seconds / max(1, num_tokens) * expected_tokens
 
     def seconds_until(self, num_tokens: int) -> float | None:
         """Seconds until that many tokens were there; None if they are not there.
@@ -141,6 +193,7 @@ class Tape:
             launched before the last one has been read, time inside an answer cannot be assigned.
 
     Attributes:
+        whole_answers: as the argument; it may change between two turns.
         pieces: the piece of each turn, empty for a turn without a step.
     """
 
@@ -153,14 +206,17 @@ class Tape:
     ) -> None:
         self._open_answer = open_answer
         self._num_answers = num_answers
-        self._whole_answers = whole_answers
+        self.whole_answers = whole_answers
         self._answers: list[_Answer] = []
+        self._is_abandoned = False
         self._num_tokens_before = 0
         self.pieces: list[Piece] = []
 
     @property
     def is_over(self) -> bool:
-        """Whether all answers have ended."""
+        """Whether all answers have ended, or the tape was abandoned."""
+        if self._is_abandoned:
+            return True
         has_opened_all = len(self._answers) == self._num_answers
         return has_opened_all and self._answers[-1].is_over
 
@@ -170,6 +226,30 @@ class Tape:
         if not self._answers:
             return 0
         return self._num_tokens_before + self._answers[-1].num_tokens
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all answers so far."""
+        return sum(answer.seconds for answer in self._answers)
+
+    def expected_seconds(self, max_tokens: int) -> float | None:
+        """Seconds of all answers at the speed of those so far; None if it is not known yet.
+
+        The first steps of a method may include work that happens once. The first answer is
+        therefore left out as soon as a second one has ended, and before that its first steps.
+
+        Args:
+            max_tokens: new tokens of an answer if it does not end early.
+        """
+        if self._num_answers is None or not self._answers:
+            return None
+        if self.is_over and self._num_answers == 1:
+            return self.seconds
+        later_answers = [answer for answer in self._answers[1:] if answer.is_over]
+        if later_answers:
+            later_seconds = sum(answer.seconds for answer in later_answers)
+            return self._num_answers * later_seconds / len(later_answers)
+        return self._num_answers * self._answers[0].expected_seconds(max_tokens)
 
     def run_piece(self, goal: int) -> None:
         """Decode until the tape has `goal` tokens, and append the piece."""
@@ -190,7 +270,7 @@ class Tape:
         start_seconds = answer.seconds
         while not answer.is_over:
             answer.step()
-            if not self._whole_answers and self.num_tokens >= goal:
+            if not self.whole_answers and self.num_tokens >= goal:
                 break
         return Segment(
             answer=len(self._answers) - 1,
@@ -222,6 +302,18 @@ class Tape:
         """End the tape within its answer, and free the states of the models."""
         if self._answers:
             self._answers[-1].close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states of the answer that has begun; 0 if none has."""
+        if not self._answers or self._answers[-1].stream is None:
+            return 0
+        return self._answers[-1].stream.num_bytes
+
+    def abandon(self) -> None:
+        """Forget all answers of a method that has failed, and free the states of the models."""
+        self._is_abandoned = True
+        self._answers.clear()
 
     def results(self) -> list[DecodeResult]:
         """The results of all answers so far; the last one may not have ended."""
@@ -255,18 +347,32 @@ def pair_of(standard: Tape, piece: Piece) -> Pair | None:
     return standard_seconds, seconds
 
 
-def take_turns(tapes: Sequence[Tape], *, piece_tokens: int) -> Iterator[int]:
+def take_turns(
+    tapes: Sequence[Tape],
+    *,
+    piece_tokens: int,
+    run_piece: Callable[[int, int], None] | None = None,
+) -> Iterator[int]:
     """Run a piece of each tape in turn until all are over; yields the number of each turn.
 
     The order is reversed after each turn, so that no method always runs after the same one.
+
+    Args:
+        piece_tokens: new tokens of a piece.
+        run_piece: runs a piece of the tape with this index up to this number of tokens; by default
+            with `Tape.run_piece`.
     """
     goal = 0
     turn = 0
+    indices = list(range(len(tapes)))
     while not all(tape.is_over for tape in tapes):
         goal += piece_tokens
-        order = tapes if turn % 2 == 0 else tapes[::-1]
-        for tape in order:
-            tape.run_piece(goal)
+        order = indices if turn % 2 == 0 else indices[::-1]
+        for index in order:
+            if run_piece is None:
+                tapes[index].run_piece(goal)
+            else:
+                run_piece(index, goal)
         yield turn
         turn += 1
 

@@ -143,7 +143,11 @@ class Record:
             _check_type(values, name, str)
         for name in _NUMBER_FIELDS:
             _check_type(values, name, int, float)
-        return cls(**{name: value for name, value in values.items() if name != "format"})
+        row = cls(**{name: value for name, value in values.items() if name != "format"})
+        if row.pieces is not None:
+            # JSON has lists instead of pairs.
+            row.pieces = [(standard_seconds, seconds) for standard_seconds, seconds in row.pieces]
+        return row
 
 
 def _check_type(values: Mapping[str, Any], name: str, *types: type) -> None:

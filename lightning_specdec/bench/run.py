@@ -7,18 +7,18 @@ missing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from lightning_specdec.bench.config import OWN, SHIPPED, BenchConfig
 from lightning_specdec.bench.huggingface import HuggingFace
-from lightning_specdec.bench.measure import FAILURES, Case, measure, missing_repeats, windows_of
+from lightning_specdec.bench.measure import FAILURES, Case, measure, planned_runs, windows_of
 from lightning_specdec.bench.records import ASSISTED, GENERATE, SPECULATIVE, STANDARD
 from lightning_specdec.bench.results import ResultsWriter
+from lightning_specdec.bench.run_progress import RunProgress
 from lightning_specdec.checkpoints.loading import find_device, load_pair
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.models import check_directory
@@ -378,36 +378,32 @@ def _run_pair(
 ) -> None:
     """Run what is missing of a pair."""
     groups = []
-    num_runs = 0
+    num_runs: dict[Hashable, int] = {}
+    way_of: dict[Hashable, Hashable] = {}
     for group in pair.cases(config):
-        num_missing = [len(missing_repeats(case, config.repeats, results.known)) for case in group]
+        group_runs = planned_runs(
+            group, repeats=config.repeats, warmup=config.warmup, known=results.known
+        )
         # A group that is complete is not warmed up either.
-        if sum(num_missing):
+        if sum(group_runs.values()):
             groups.append(group)
-            num_incomplete = sum(number > 0 for number in num_missing)
-            num_runs += sum(num_missing) + config.warmup * num_incomplete
+            num_runs.update(group_runs)
+        for case in group:
+            row = case.row(0)
+            way_of[row.cell] = (row.method, row.draft, row.num_draft_tokens, row.rule)
 
-    run_seconds: list[float] = []
-
-    def report(step: str, seconds: float) -> None:
-        """Say what has been done, and how long the other runs take at their mean speed."""
-        run_seconds.append(seconds)
-        seconds_left = fmean(run_seconds) * (num_runs - len(run_seconds))
-        say(
-            f"{pair.name}: {step}, {len(run_seconds)} of {num_runs} runs, {seconds_left:.0f} s left"
-        )
-
-    for group in groups:
-        rows = measure(
-            group,
-            repeats=config.repeats,
-            warmup=config.warmup,
-            known=results.known,
-            on_warm_up=lambda case, seconds: report(f"warmed up {case.row(0).label}", seconds),
-        )
-        for row in rows:
-            results.append(row)
-            report(f"measured {row.label}", row.seconds)
+    say(f"{pair.name}: measuring")
+    with RunProgress(f"{pair.name}: measuring", num_runs, way_of) as progress:
+        for group in groups:
+            rows = measure(
+                group,
+                repeats=config.repeats,
+                warmup=config.warmup,
+                known=results.known,
+                progress=progress,
+            )
+            for row in rows:
+                results.append(row)
 
 
 def _record_pair(pair: BenchPair, results: ResultsWriter) -> None:

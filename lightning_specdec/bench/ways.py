@@ -182,7 +182,7 @@ def _can_use_openvino(target: LanguageModel, source: PairSource) -> bool:
     if not takes_apart or target.num_parameters <= MOST_SMALL:
         return False
     try:
-        check_openvino(source.device)
+        check_openvino(source.chosen_device)
     except ValueError:
         return False
     return True

@@ -18,7 +18,12 @@ from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.hub import NotFoundError, is_gguf
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
-from lightning_specdec.config.models import MOST_SMALL, PairSource, check_draft, is_run
+from lightning_specdec.config.models import (
+    MOST_SMALL,
+    PairSource,
+    check_draft,
+    is_run,
+)
 from lightning_specdec.config.pairs import Pair, get_pair
 from lightning_specdec.drafters import (
     CrossVocabulary,
@@ -77,14 +82,15 @@ def load_pair(
         FileNotFoundError, ValueError: a model cannot be loaded, or the models do not fit the memory
             or each other. Nothing in a file is run.
     """
-    find_device(source.device)
-    if source.ckpt is not None:
-        return _load_file(source, target)
     if source.pair is None:
+        find_device(source.chosen_device)
+        if source.ckpt is not None:
+            return _load_file(source, target)
         return _load_pretrained(source, target, pack)
 
     # A named pair fills in the models and settings that the source leaves open.
     pair = get_pair(source.pair)
+    find_device(source.device or pair.device or source.chosen_device)
     completed = _without_foreign_draft(pair, pair.complete(source))
     try:
         loaded = load_pair(completed, target=target, pack=pack)
@@ -145,7 +151,7 @@ def _in_backend(model: LanguageModel, source: PairSource) -> LanguageModel:
     from lightning_specdec.models.huggingface import HuggingFaceLM
 
     if source.backend == "openvino":
-        loading.check_openvino(source.device)
+        loading.check_openvino(source.chosen_device)
     if not isinstance(model, HuggingFaceLM):
         return model
     return loading.in_backend(model, source.backend)
@@ -161,14 +167,14 @@ def _load_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
 
     dtype = None if source.dtype is None else getattr(torch, source.dtype)
     if target is None:
-        target = _in_backend(loaded.target.to(source.device, dtype), source)
+        target = _in_backend(loaded.target.to(source.chosen_device, dtype), source)
 
     draft_dtype = dtype
     if dtype is None and loaded.reference is not None:
         # A draft that was stored without its target computes in the target's dtype.
         draft_dtype = dtype_of(target)
     for drafter in loaded.drafts.values():
-        drafter.to(source.device, draft_dtype)
+        drafter.to(source.chosen_device, draft_dtype)
         if isinstance(drafter, ModelDrafter):
             drafter.model = _in_backend(drafter.model, source)
 
@@ -307,7 +313,7 @@ def _load_trained_draft(path: Path, source: PairSource, target: LanguageModel) -
         drafter, recipe = read_head(path, target)
 
     dtype = dtype_of(target) if source.draft_dtype is None else getattr(torch, source.draft_dtype)
-    return _TrainedDraft(drafter.to(source.device, dtype), recipe, choice)
+    return _TrainedDraft(drafter.to(source.chosen_device, dtype), recipe, choice)
 
 
 def _load_models(
@@ -328,18 +334,18 @@ def _load_models(
             quantization=request.quantization,
             revision=request.revision,
             adapter=request.adapter,
-            device=source.device,
+            device=source.chosen_device,
             trust_remote_code=source.trust_remote_code,
             backend=source.backend,
         )
         for request in requests
     ]
     sizes = [(model.size, model.dtype, model.quantization) for model in examined_models]
-    is_packed = pack and torch.device(source.device).type == "cpu"
+    is_packed = pack and torch.device(source.chosen_device).type == "cpu"
     require_memory(
         " with ".join(model.source for model in examined_models),
         peak_bytes(sizes, packed=is_packed, in_openvino=source.backend == "openvino"),
-        source.device,
+        source.chosen_device,
     )
 
     models = [loading.load(examined) for examined in examined_models]

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_specdec.cli.common import counted, log, progress
+from lightning_specdec.cli.common import counted, log
 from lightning_specdec.cli.options import Parser, UsageError, chosen
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.pairs import nearest_config, shipped_config
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
@@ -115,7 +116,7 @@ def _measure(config: BenchConfig, settings: BenchSettings, all_results: list[Res
             # Appended before it is measured: an interrupted run shows what is finished.
             all_results.append(results)
             load_pair = partial(load_bench_pair, config=config)
-            run(config, results, load_pair, partial(progress, often=True))
+            run(config, results, load_pair, _show_step)
     except OSError as error:
         raise ValueError(
             f"{error.filename or directory} cannot be written ({error.strerror or error}): "
@@ -124,6 +125,14 @@ def _measure(config: BenchConfig, settings: BenchSettings, all_results: list[Res
         ) from error
     finally:
         torch.set_num_threads(previous_threads)
+
+
+def _show_step(text: str) -> None:
+    """Show what a benchmark does; it is never silent for longer than the library reports."""
+    from lightning_specdec.bench.run_progress import REPORT_SECONDS
+
+    log.debug("%s", text)
+    show_activity(text, report_seconds=REPORT_SECONDS)
 
 
 def _show(all_results: Sequence[Results], table_format: str) -> None:

@@ -153,8 +153,6 @@ def load_prompts(
 
 def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
     """Load the target and its drafter, and set the number of CPU threads."""
-    import torch
-
     from lightning_specdec.checkpoints import runs
     from lightning_specdec.decoder import SpeculativeDecoder
 
@@ -163,13 +161,9 @@ def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
     if source.drafter is not None:
         source = source.changed(drafter=typed(source.drafter, "drafter"))
     num_threads = getattr(options, "threads", None)
-    if num_threads is None and source.pair is not None:
-        num_threads = get_pair(source.pair).threads
-    if num_threads is not None:
-        # Before the models are loaded: OpenVINO keeps the number that it was compiled with.
-        torch.set_num_threads(num_threads)
-    decoder = SpeculativeDecoder.load(source)
-    if num_threads is None:
+    decoder = SpeculativeDecoder.load(source, threads=num_threads)
+    pair_threads = None if source.pair is None else get_pair(source.pair).threads
+    if num_threads is None and pair_threads is None:
         _choose_threads(decoder)
     return decoder
 

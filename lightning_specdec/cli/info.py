@@ -24,7 +24,7 @@ from lightning_specdec.cli.options import (
 )
 from lightning_specdec.config.kinds import DRAFTERS
 from lightning_specdec.config.memory import available_bytes, gigabytes
-from lightning_specdec.config.models import TargetSource, check_directory
+from lightning_specdec.config.models import DEFAULT_DEVICE, TargetSource, check_directory
 from lightning_specdec.config.pairs import Pair, get_pair, list_pairs
 from lightning_specdec.config.terminal import display_width, padded, say, short
 
@@ -171,10 +171,11 @@ def _summarize_pair(pair: Pair) -> str:
     return f"{gigabytes(description['needed_bytes'])}, {fits}: {pair.description}"
 
 
-def _describe_pair(pair: Pair, device: str) -> dict[str, Any]:
+def _describe_pair(pair: Pair, chosen_device: str | None) -> dict[str, Any]:
     """Describe a pair, the memory it needs, and whether the device has it (None: unknown)."""
     from lightning_specdec.checkpoints.loading import find_device
 
+    device = chosen_device or pair.device or DEFAULT_DEVICE
     is_cpu = device == "cpu"
     available = available_bytes(device if is_cpu else str(find_device(device)))
     needed = pair.needed_bytes(packed=is_cpu)
@@ -209,7 +210,7 @@ def _describe_model(source: TargetSource) -> dict[str, Any]:
     progress(f"loading {source.target} ...")
     model = load_model(
         source.target,
-        device=find_device(source.device),
+        device=find_device(source.device or DEFAULT_DEVICE),
         dtype=source.dtype,
         quantization=source.quantization,
         revision=source.revision,

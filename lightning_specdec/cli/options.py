@@ -314,7 +314,7 @@ class Parser(argparse.ArgumentParser):
 
         unknown = arguments.partition(" ")[0].partition("=")[0]
         if not unknown.startswith("-"):
-            return self._positional_advice()
+            return self._positional_advice(unknown)
         # "-" and "--" are prefixes of every flag.
         is_only_dashes = not unknown.strip("-")
         if is_only_dashes:
@@ -327,8 +327,10 @@ class Parser(argparse.ArgumentParser):
             matches = difflib.get_close_matches(unknown, known_flags, n=1)
         return f": did you mean {matches[0]}?" if matches else ""
 
-    def _positional_advice(self) -> str:
+    def _positional_advice(self, word: str) -> str:
         """Explain an unexpected word that is not a flag, by what this verb accepts."""
+        if "--config" in self._option_string_actions and word.endswith((".yaml", ".yml")):
+            return f": did you mean --config {word}?"
         if "--prompt" in self._option_string_actions:
             return ": give a prompt as --prompt TEXT"
         positional = [action.dest for action in self._actions if not action.option_strings]

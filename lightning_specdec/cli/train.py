@@ -147,11 +147,14 @@ def _check(verb: str, words: list[str]) -> None:
     """Refuse a command that cannot be a run, before the slow import of Lightning."""
     options = _options(words)
     names = {name for name, _ in options}
-    recipe_options = sorted(names & {"--adapter", "--target", "--text", "--minutes"})
+    recipe_options = sorted(names & {"--adapter", "--target", "--text", "--minutes", "--recipe"})
     if recipe_options:
         raise ValueError(_recipe_advice(verb, recipe_options[0]))
 
     if not any(_describes_run(name) for name in names):
+        yaml_word = next((word for word in words[:1] if word.endswith((".yaml", ".yml"))), None)
+        if yaml_word is not None:
+            raise ValueError(f"{verb} takes its config as an option: --config {yaml_word}")
         example = "configs/smollm2_generate.yaml" if verb == "generate" else "configs/rnn.yaml"
         alternative = ", or --recipe NAME" if verb == "fit" else ""
         raise ValueError(f"{verb} needs --config FILE, for example {example}{alternative}")

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import TypeVar
 
 from lightning_specdec.config.terminal import STATUS_LINE, note_output, say, seconds_since_output
 
@@ -23,6 +24,9 @@ REPORT_SECONDS = 10.0
 """Time between two reports."""
 REDRAW_SECONDS = 0.5
 """Time between two updates of the line in a terminal."""
+
+
+A = TypeVar("A", bound="Activity")
 
 
 class Activity:
@@ -52,7 +56,7 @@ class Activity:
         self._start = time.monotonic()
         self._next_report = self._start + FIRST_SECONDS
 
-    def __enter__(self) -> Activity:
+    def __enter__(self: A) -> A:
         self._start = time.monotonic()
         self._next_report = self._start + FIRST_SECONDS
         _activities.append(self)
@@ -108,6 +112,7 @@ class Reporter:
         self.is_quiet = is_quiet
         self._activity: Activity | None = None
         self._is_shown_elsewhere = False
+        self._report_seconds: float | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="reporter")
 
@@ -129,13 +134,21 @@ class Reporter:
             self._thread.join()
         STATUS_LINE.erase()
 
-    def show(self, text: str, *, is_shown_elsewhere: bool = False) -> None:
+    def show(
+        self,
+        text: str,
+        *,
+        is_shown_elsewhere: bool = False,
+        report_seconds: float | None = None,
+    ) -> None:
         """Set what is done outside of any `Activity`; "" for nothing that takes time.
 
         Args:
             is_shown_elsewhere: whether a terminal has a progress bar for it.
+            report_seconds: longest silence elsewhere; by default `REPORT_SECONDS`.
         """
         self._activity = Activity(text) if text else None
+        self._report_seconds = report_seconds
         self._is_shown_elsewhere = is_shown_elsewhere
 
     def _run(self) -> None:
@@ -146,21 +159,28 @@ class Reporter:
             elif sys.stderr.isatty():
                 if not self._is_shown_elsewhere:
                     STATUS_LINE.draw(text)
-            elif seconds_since_output() >= REPORT_SECONDS:
+            elif seconds_since_output() >= (self._report_seconds or REPORT_SECONDS):
                 say(text, file=sys.stderr, flush=True)
 
     def _text(self) -> str | None:
         slow_steps = [activity for activity in list(_activities) if activity.is_slow]
+        # The outermost of them says most about the time left.
+        slow_step = slow_steps[0] if slow_steps else None
         descriptions = []
-        if self._activity is not None:
-            descriptions.append(self._activity.describe())
-        if slow_steps:
-            # The outermost of them says most about the time left.
-            descriptions.append(slow_steps[0].describe())
+        activity = self._activity
+        if activity is not None and (slow_step is None or slow_step.text != activity.text):
+            descriptions.append(activity.describe())
+        if slow_step is not None:
+            descriptions.append(slow_step.describe())
         return "; ".join(descriptions) or None
 
 
-def show_activity(text: str, *, is_shown_elsewhere: bool = False) -> None:
+def show_activity(
+    text: str,
+    *,
+    is_shown_elsewhere: bool = False,
+    report_seconds: float | None = None,
+) -> None:
     """Tell the command line's reporter what is done, see `Reporter.show`."""
     if _reporter is not None:
-        _reporter.show(text, is_shown_elsewhere=is_shown_elsewhere)
+        _reporter.show(text, is_shown_elsewhere=is_shown_elsewhere, report_seconds=report_seconds)

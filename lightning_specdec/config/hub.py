@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import one_line
 
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "README.md")
@@ -198,9 +199,12 @@ def _snapshot(
         )
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
         cause = one_line(error.__cause__ or error)[:300]
+        models_here = [path.parent.name for path in Path().glob("*/config.json")]
+        advice = nearest(name, models_here) or (
+            ": check the name and the network; set HF_TOKEN for gated and private models"
+        )
         raise NotFoundError(
             f"there is no directory {name}, and the Hub returned none "
-            f"(revision {revision or 'main'}: {cause}): check the name and the network; "
-            "set HF_TOKEN for gated and private models"
+            f"(revision {revision or 'main'}: {cause}){advice}"
         ) from error
     return Path(directory)

@@ -21,6 +21,7 @@ MAKE_TARGETS = {
 """Targets of the Makefile that write models to that directory, by the models' names."""
 FILE_SUFFIXES = (".safetensors", ".ckpt")
 """Endings of checkpoints and draft files."""
+DEFAULT_DEVICE = "cpu"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = ("int8", "int4")
 BACKENDS = ("auto", "torch", "openvino")
@@ -59,7 +60,11 @@ class TargetSource(Settings):
     trust_remote_code: bool = setting(
         False, "run Python code that comes with a model: read it first"
     )
-    device: str = setting("cpu", "device to decode on, for example cpu or cuda:0")
+    device: str | None = setting(
+        None,
+        f"device to decode on, for example cuda:0; default: that of the pair, or {DEFAULT_DEVICE}",
+        metavar="DEVICE",
+    )
     backend: str = setting(
         "auto",
         "backend for pretrained models; auto: OpenVINO on a CPU if installed and faster, "
@@ -154,6 +159,11 @@ class PairSource(DraftSource, TargetSource):
                 )
 
     @property
+    def chosen_device(self) -> str:
+        """The device to decode on."""
+        return self.device or DEFAULT_DEVICE
+
+    @property
     def name(self) -> str:
         """What is loaded, for messages."""
         return str(self.ckpt or self.pair or self.target)
@@ -225,7 +235,8 @@ def advice_on_path(path: Path) -> str:
         return advice
     if path.parts[:1] == (CHECKPOINTS,):
         advice = (
-            f" in {Path.cwd()}: the files in {CHECKPOINTS}/ are part of a clone of the repository"
+            f" in {Path.cwd()}: the files in {CHECKPOINTS}/ are part of a clone of the repository, "
+            "and `fit` writes runs there"
         )
         make_target = MAKE_TARGETS.get(path.name)
         if make_target is not None:

@@ -36,6 +36,8 @@ OWN = Path("configs/pairs")
 """Directory of the user's pairs, relative to the current directory."""
 LOOKUP_FIRST = ("NGramWithFallback", "SuffixCorpusWithFallback")
 """Drafters that try a lookup before another draft."""
+MOST_THREADS = 1024
+"""Largest number of CPU threads."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}"
 
 
@@ -105,8 +107,14 @@ class Pair(Settings):
         "without it, prompt lookup runs alone",
     )
     backend: str | None = setting(None, "backend of the target", choices=BACKENDS)
+    device: str | None = setting(
+        None, "device to decode on, for example cuda:0; default: the CPU", metavar="DEVICE"
+    )
     threads: int | None = setting(
-        None, "CPU threads; the command line sets them", minimum=1, maximum=1024
+        None,
+        "CPU threads, which are set when the pair is loaded; default: unchanged",
+        minimum=1,
+        maximum=MOST_THREADS,
     )
     name: str = setting("", "name of its file, without the extension")
 
@@ -181,6 +189,7 @@ class Pair(Settings):
                 settings = {} if drafter is None else drafter.settings
                 drafter = Choice(own_drafter.name, {**own_drafter.settings, **settings})
 
+        defaults["device"] = self.device
         missing = {name: value for name, value in defaults.items() if getattr(source, name) is None}
         if source.backend == "auto" and self.backend is not None:
             missing["backend"] = self.backend

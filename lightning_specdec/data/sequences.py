@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,6 +223,7 @@ class SequenceFile(SequenceData):
         for number, line in enumerate(lines, 1):
             if line.strip():
                 distinct_sequences[tuple(self._parse(number, line))] = None
+        self._check_sizes(distinct_sequences)
         if not distinct_sequences:
             raise ValueError(f"{self.path} is empty: give it one sequence of integers on each line")
         self._sequences = [list(sequence) for sequence in distinct_sequences]
@@ -234,12 +235,18 @@ class SequenceFile(SequenceData):
             tokens = json.loads(f"[{line.strip('[], ')}]")
         except (ValueError, RecursionError):
             tokens = []
-        if len(tokens) < 2 or not all(self._is_token(token) for token in tokens):
+        if len(tokens) < 2 or not all(type(token) is int and token >= 0 for token in tokens):
             raise ValueError(
-                f"{self.path}, line {number}: write two or more integers from 0 to "
-                f"{self.vocab_size - 1} (vocab_size) as 1, 2, 3, got {line[:40]!r}"
+                f"{self.path}, line {number}: write two or more integers from 0 on as 1, 2, 3, "
+                f"got {line[:40]!r}"
             )
         return list(tokens)
 
-    def _is_token(self, value: Any) -> bool:
-        return type(value) is int and 0 <= value < self.vocab_size
+    def _check_sizes(self, sequences: Iterable[tuple[int, ...]]) -> None:
+        """Raise ValueError if an integer is outside the vocabulary."""
+        largest = max((max(sequence) for sequence in sequences), default=0)
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"{self.path} has integers up to {largest}, and vocab_size is {self.vocab_size}: "
+                f"set it to {largest + 1} or more (--data.vocab_size {largest + 1})"
+            )

@@ -59,15 +59,19 @@ class NamedFile(NamedTuple):
     path: Path
 
 
+NUM_PARTS = 40
+"""Parts of a single file, so that some can be held out."""
+
+
 class TrainingText(NamedTuple):
-    """One text to train on: a file, or a row of a JSON file.
+    """One text to train on: a file, a part of a single file, or a row of a JSON file.
 
     Args:
         key: pseudo-random, from the text's name; decides its split.
         path: the file.
         num_bytes: size of the text.
         digest: SHA-256 of the text.
-        content: text or conversation of a row; None for a whole file.
+        content: text of a part, or text or conversation of a row; None for a whole file.
     """
 
     key: str
@@ -159,7 +163,34 @@ def find_texts(paths: Sequence[str] | None) -> list[TrainingText]:
             is_named = file.path.resolve() in named_paths
             for training_text in _texts_of_file(file, is_named=is_named):
                 _add(training_text, distinct_texts)
-    return list(distinct_texts.values())
+    texts = list(distinct_texts.values())
+    if len(texts) == 1 and texts[0].content is None:
+        return _parts_of_file(texts[0])
+    return texts
+
+
+def _parts_of_file(text: TrainingText) -> list[TrainingText]:
+    """The text of a single file in up to `NUM_PARTS` parts, so that some can be held out.
+
+    Parts end where lines end.
+    """
+    lines = decode_utf8(text.path.read_bytes(), text.path).splitlines(keepends=True)
+    part_bytes = text.num_bytes / NUM_PARTS
+    parts: list[str] = []
+    num_bytes = 0
+    for line in lines:
+        # The part that the line begins in.
+        part_index = int(num_bytes / part_bytes)
+        if part_index >= len(parts):
+            parts.append("")
+        parts[-1] += line
+        num_bytes += len(line.encode())
+
+    file = NamedFile(text.path.name, text.path)
+    distinct_parts: dict[str, TrainingText] = {}
+    for number, part in enumerate(parts, start=1):
+        _add(_text_of_row(Row(part, number, f"{text.path}, part {number}"), file), distinct_parts)
+    return list(distinct_parts.values())
 
 
 def _texts_of_file(file: NamedFile, *, is_named: bool) -> list[TrainingText]:

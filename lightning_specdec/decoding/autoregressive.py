@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding.recorded import make_executor
 from lightning_specdec.decoding.requests import (
@@ -62,9 +63,14 @@ def autoregressive_decode(
         DecodeInterrupted: on Ctrl-C; its `result` holds the tokens so far.
     """
     decoding = open_standard(target, prompts, config, indices=indices, **changes)
+    num_tokens = sum(row.remaining for row in decoding.rows)
     try:
-        while decoding.step():
-            pass
+        with Activity("standard decoding", num_tokens, unit="tokens") as activity:
+            num_new = 0
+            while decoding.step():
+                num_new_before = num_new
+                num_new = sum(row.num_new for row in decoding.rows)
+                activity.advance(num_new - num_new_before)
     except KeyboardInterrupt:
         raise DecodeInterrupted(decoding.result()) from None
     return decoding.result()

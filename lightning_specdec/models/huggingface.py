@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.models.base import (
@@ -630,17 +631,19 @@ class HuggingFaceLM(LanguageModel):
         if valid_lengths is not None:
             lengths = as_list(valid_lengths)
         joined = JoinedOutputs(batch_size, num_tokens, logits_for, given.device)
-        for part in parts_of(lengths, most_tokens):
-            cache = _part_cache(state, part, state.consumed)
-            scored = joined.scored_in(part)
-            if self.takes_apart:
-                entered = self._enter(cache, part.cut(given), continues=True)
-                output = self._by_parts(entered, first_layer, scored, features)
-            else:
-                output = self._whole(part.cut(given), cache, scored, features)
-            joined.add_logits(part, output.logits)
-            for layer, hidden in output.features.items():
-                joined.add_hidden(layer, part, hidden)
+        with Activity("reading the prompt", sum(lengths), unit="tokens") as activity:
+            for part in parts_of(lengths, most_tokens):
+                cache = _part_cache(state, part, state.consumed)
+                scored = joined.scored_in(part)
+                if self.takes_apart:
+                    entered = self._enter(cache, part.cut(given), continues=True)
+                    output = self._by_parts(entered, first_layer, scored, features)
+                else:
+                    output = self._whole(part.cut(given), cache, scored, features)
+                joined.add_logits(part, output.logits)
+                for layer, hidden in output.features.items():
+                    joined.add_hidden(layer, part, hidden)
+                activity.advance(sum(part.lengths))
         return ModelOutput(joined.logits, joined.hidden, logits_for)
 
     def _read_rows(

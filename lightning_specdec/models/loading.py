@@ -21,7 +21,7 @@ from torch import nn
 from lightning_specdec.config import hub
 from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.memory import ModelSize, require_memory
-from lightning_specdec.config.models import DTYPES, MOST_SMALL
+from lightning_specdec.config.models import DTYPES, MOST_SMALL, check_directory
 from lightning_specdec.models.adapters import Adapter, find_adapter, merge_adapter
 from lightning_specdec.models.backend_timing import faster_backend
 from lightning_specdec.models.base import OPENVINO_DTYPES
@@ -112,6 +112,8 @@ def examine(
         check_quantization(quantization, device)
 
     name = os.fspath(source)
+    # A path that does not exist is no name on the Hub.
+    check_directory(name)
     found_adapter = None if adapter is None else find_adapter(adapter)
     with quiet():
         path = hub.find(source, revision=revision, code=trust_remote_code)

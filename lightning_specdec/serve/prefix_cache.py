@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_specdec.decoding import SavedText
 from lightning_specdec.decoding.requests import num_shared
-from lightning_specdec.serve.memory import state_bytes
+from lightning_specdec.decoding.state_size import state_bytes
 
 MIN_SHARED = 8
 """Fewest tokens of a prefix that are worth a copy."""

@@ -17,12 +17,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_specdec.config.activity import Activity, show_activity
-from lightning_specdec.config.terminal import note_output
+from lightning_specdec.config.terminal import note_output, say
 from lightning_specdec.training.accumulation import rewind_to_step
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.metrics import SAMPLINGS
 from lightning_specdec.training.optimizers import time_share
 
+LINE_SECONDS = 10.0
+"""Time between two lines of a progress bar outside a terminal."""
 _LONGEST_LIST = 16
 """Lists with more entries, such as a draft's vocabulary, are summarized in the HParams tab."""
 
@@ -65,8 +67,29 @@ class TensorBoardCurves(TensorBoardLogger):
             self.experiment.add_custom_scalars(layout)
 
 
+class Lines:
+    """A stream in the place of stderr that prints each state of a bar as a line.
+
+    A bar returns to the start of its line, which only a terminal can do.
+    """
+
+    def __init__(self) -> None:
+        self._last_line = ""
+
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line and line != self._last_line:
+            self._last_line = line
+            say(line, file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """Lines are flushed when they are printed."""
+
+
 def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool = True) -> Tqdm:
     """A bar on stderr; if stderr is no terminal, it prints a line every ten seconds."""
+    is_terminal = sys.stderr.isatty()
+    bar = "|{bar}|" if is_terminal else ""
     return Tqdm(
         total=total,
         initial=initial,
@@ -74,10 +97,10 @@ def progress_bar(total: int | None, unit: str, *, initial: int = 0, shown: bool 
         disable=not shown,
         dynamic_ncols=True,
         smoothing=0,  # estimate the time left from the whole run, validations included
-        file=sys.stderr,
-        mininterval=0.1 if sys.stderr.isatty() else 10,
+        file=sys.stderr if is_terminal else Lines(),
+        mininterval=0.1 if is_terminal else LINE_SECONDS,
         bar_format=(
-            "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} "
+            f"{{desc}} {{percentage:3.0f}}%{bar} {{n_fmt}}/{{total_fmt}} {{unit}} "
             "{elapsed}<{remaining}{postfix}"
         ),
     )
@@ -227,7 +250,13 @@ class ShowActivity(Callback):
         self._activity: Activity | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        show_activity("training", is_shown_elsewhere=trainer.progress_bar_callback is not None)
+        has_bar = trainer.progress_bar_callback is not None
+        # The lines of the bar are enough while they come.
+        show_activity(
+            "training",
+            is_shown_elsewhere=has_bar,
+            report_seconds=2 * LINE_SECONDS if has_bar else None,
+        )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         show_activity("finishing")

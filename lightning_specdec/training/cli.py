@@ -42,6 +42,7 @@ from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest, Sho
 from lightning_specdec.training.final_verdict import final_verdict, next_command
 from lightning_specdec.training.generate import GenerateText
 from lightning_specdec.training.optimizers import TimeLimit, check_start_up
+from lightning_specdec.training.run_names import name_of_path, number_of_runs, numbered
 from lightning_specdec.training.runs import (
     CheckOptimizers,
     RunFiles,
@@ -51,6 +52,8 @@ from lightning_specdec.training.runs import (
     seen_from_here,
 )
 from lightning_specdec.training.target_outputs import is_sharded
+
+log = logging.getLogger(__name__)
 
 _YAML_OPTIONS = ("--config", "--trainer", "--model", "--data")
 """Options whose values may be YAML files."""
@@ -161,12 +164,21 @@ class TrainingCLI(LightningCLI):
     def _name_run(self) -> None:
         """Name the run's directories by `--name`, or by the data that replace the config's.
 
-        So a run of other data never stands among those of the config.
+        So a run of other data never stands among those of the config. Without a name, a new run
+        gets a number if there are runs of another target or of other data.
         """
         name = self._get(self.config, "name")
         suffix = _data_name(sys.argv[2:])
-        if name is None and suffix is None:
-            return
+        number = 1
+        if name is None:
+            number = self._number_of_runs(suffix)
+
+        def named(configured_name: str) -> str:
+            if name is not None:
+                return str(name)
+            base = configured_name if suffix is None else f"{configured_name}_{suffix}"
+            return numbered(Path(base), number).name
+
         sections = [*(self._get(self.config, "trainer.callbacks") or [])]
         logger = self._get(self.config, "trainer.logger")
         if isinstance(logger, dict | Namespace):
@@ -175,10 +187,32 @@ class TrainingCLI(LightningCLI):
             arguments = section.get("init_args") or {}
             if arguments.get("dirpath"):
                 directory = Path(arguments["dirpath"])
-                run_name = name or f"{directory.name}_{suffix}"
-                arguments["dirpath"] = str(directory.with_name(run_name))
+                arguments["dirpath"] = str(directory.with_name(named(directory.name)))
             elif "save_dir" in arguments and arguments.get("name"):
-                arguments["name"] = name or f"{arguments['name']}_{suffix}"
+                arguments["name"] = named(arguments["name"])
+
+    def _number_of_runs(self, suffix: str | None) -> int:
+        """The number of the run's name, see `number_of_runs`; says so if it is not the first."""
+        for section in self._get(self.config, "trainer.callbacks") or []:
+            dirpath = (section.get("init_args") or {}).get("dirpath")
+            if not dirpath:
+                continue
+            directory = Path(dirpath)
+            if suffix is not None:
+                directory = directory.with_name(f"{directory.name}_{suffix}")
+            is_new = self.subcommand == "fit" and self._get(self.config, "ckpt_path") != "last"
+            number = number_of_runs(
+                directory, self.config[self.subcommand].as_dict(), is_resumed=not is_new
+            )
+            if number > 1:
+                log.info(
+                    "%s has runs of other data or of another target, so this run is named %s; "
+                    "--name gives it another name",
+                    directory,
+                    numbered(directory, number).name,
+                )
+            return number
+        return 1
 
     def _check_minutes(self) -> None:
         """Refuse a new run whose time will be used up before its first step."""
@@ -353,9 +387,9 @@ def _data_name(words: Sequence[str]) -> str | None:
         option, separator, joined_value = word.partition("=")
         value = joined_value if separator else next_word
         if option in ("--data.path", "--data.paths"):
-            path_words = re.findall(r"\w+", re.sub(r"\.\w+$", "", value))
-            if path_words:
-                return path_words[-1]
+            path_name = name_of_path(value)
+            if path_name is not None:
+                return path_name
         elif option in ("--data", "--data.class_path") and not value.endswith((".yaml", ".yml")):
             name = value.rpartition(".")[2]
     return name if name and name.isidentifier() else None
@@ -451,6 +485,10 @@ def _advice(report: str) -> str:
     if unknown_argument:
         of_data = 'Parser key "data' in report
         return nearest(unknown_argument[1], _known_arguments(sys.argv[2:], of_data=of_data))
+    section = re.search(r'Parser key "(data|model)', report)
+    required = re.search(r"arguments are required: ([\w.]+)", report)
+    if section and required:
+        return f": give --{section[1]}.{required[1].rpartition('.')[2]}"
     if "arguments are required" in report:
         example = "smollm2_generate" if sys.argv[1] == "generate" else "rnn"
         return f": give --config FILE, for example configs/{example}.yaml"
@@ -466,6 +504,10 @@ def _advice(report: str) -> str:
         "--save_seconds",
         "--seed_everything",
         "--print_config",
+        "--minutes",
+        "--target",
+        "--text",
+        "--name",
     ]
     for name in inspect.signature(Trainer).parameters:
         options.append(f"--trainer.{name}")

@@ -28,6 +28,7 @@ from lightning_specdec.training.eagle import EagleTraining
 from lightning_specdec.training.exit_head import ExitHeadTraining
 from lightning_specdec.training.medusa import MedusaTraining
 from lightning_specdec.training.optimizers import fast_bfloat16
+from lightning_specdec.training.run_names import name_of_text
 from lightning_specdec.training.target_shape import (
     MAX_TEXT_LENGTH,
     NUM_DECODED_TOKENS,
@@ -111,6 +112,8 @@ def config_for(
             data["init_args"]["tokenizer"] = adapter
 
     run_name = f"{Path(target).expanduser().absolute().name}_{recipe}"
+    if list(text) != [SHIPPED]:
+        run_name = f"{run_name}_{name_of_text(text)}"
     trainer_arguments = _trainer_arguments(run_name, minutes, num_decoded_tokens)
     trainer_arguments["precision"] = "bf16-mixed" if uses_bfloat16 else "32-true"
     return {

@@ -1,0 +1,45 @@
+"""Laws of messages: what is wrong names what to type instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_fixtures import refused
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # No request leaves this machine.
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+
+
+def test_a_config_without_its_flag_is_recognized() -> None:
+    refused("bench", "mine.yaml", message="did you mean --config mine.yaml?")
+    refused("fit", "mine.yaml", message="fit takes its config as an option: --config mine.yaml")
+
+
+def test_a_recipe_belongs_to_fit() -> None:
+    refused("test", "--recipe", "eagle", message="--recipe is an option of fit --recipe NAME")
+
+
+def test_an_argument_that_is_missing_or_misspelled_is_named() -> None:
+    config = str(ROOT / "configs" / "rnn.yaml")
+    words = ("fit", "--config", config)
+    refused(*words, "--data", "SequenceFile", message="arguments are required: path: give --data.p")
+    refused(*words, "--minute", "3", message="did you mean --minutes?")
+
+
+def test_a_config_of_training_is_no_benchmark() -> None:
+    message = "this is a config of training: use it with `lightning_specdec fit --config`"
+    refused("bench", "--config", str(ROOT / "configs" / "rnn.yaml"), message=message)
+
+
+def test_a_misspelled_model_of_this_directory_is_suggested() -> None:
+    Path("my_qwen3").mkdir()
+    Path("my_qwen3/config.json").write_text("{}")
+    refused("decode", "--target", "my_qwen", message="did you mean my_qwen3?")
+    refused("decode", "--target", "gpt5", message="check the name and the network")
