@@ -7,7 +7,7 @@ RUN := $(BIN)/lightning_specdec
 PEERS ?= .peers
 RUNS := rnn transformer draft_sizes early_exit medusa staged text
 
-.PHONY: help setup dev demo test test-all test-real test-engines test-oldest wheel-test lint bench bench-transformers peers peers-pair tables docs checkpoints smollm2 qwen_coder clean
+.PHONY: help setup dev demo test test-all test-real test-engines test-families test-oldest wheel-test lint bench bench-transformers peers peers-pair tables docs checkpoints smollm2 qwen_coder clean
 
 help:
 	@echo "make setup               create $(VENV) and install the project"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all            lint, types and every test: all combinations, and the slow tests"
 	@echo "make test-real           the tests on a real model (minutes; make smollm2 first)"
 	@echo "make test-engines        vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
+	@echo "make test-families       tiny models of every causal family of transformers beside its own generate (an hour; resumes)"
 	@echo "make test-oldest         the tests on the oldest torch, lightning and transformers that pyproject.toml admits"
 	@echo "make wheel-test          build a wheel, install it into an empty environment, then fit, decode and bench there"
 	@echo "make smollm2             write SmolLM2-135M-Instruct to checkpoints/smollm2 (a download of 98 MB)"
@@ -69,6 +70,9 @@ LLAMA = plain --plain $(PLAIN) --llama_server $(PEERS)/llama/build/bin/llama-ser
 test-engines: dev $(if $(PLAIN),$(PEERS)/llama/.server)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engines.py --engine $(ENGINE) --prompts $(PROMPTS) \
 		--output docs/results/engines.json --kinds head medusa model $(if $(PLAIN),$(LLAMA))
+
+test-families: dev
+	$(BIN)/python benchmarks/families.py --rows .families.jsonl
 
 test-oldest: | $(VENV)/bin/python
 	$(PYTHON) -m venv $(OLDEST)

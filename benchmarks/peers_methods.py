@@ -212,6 +212,9 @@ def _our_pair_methods() -> Iterator[Method]:
 
     lookup = {"drafter": "NGramDrafter", "min_ngram": 2, "num_draft_tokens": 5}
     yield Method(engine, "int8", "lookup, 5 tokens", (target_only,), (lookup,))
+    # As OpenVINO GenAI's: five tokens after a match of any length.
+    eager_lookup = {**lookup, "min_ngram": 1, "max_ngram": 3, "tokens_per_match": 5}
+    yield Method(engine, "int8", "lookup, always 5 tokens", (target_only,), (eager_lookup,))
 
     for window in (3, 5, "auto"):
         label = window if window == "auto" else f"{window} tokens"

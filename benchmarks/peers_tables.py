@@ -333,6 +333,14 @@ PAIR_PARTS = {"humaneval": "HumanEval", "prompts": "Spec-Bench"}
 """Sources of the prompts in a pair's comparison, by part."""
 
 
+KINDS = {
+    "standard": ("standard",),
+    "lookup": ("lookup, 5 tokens", "lookup, always 5 tokens"),
+    "draft model": ("draft model",),
+}
+"""Kinds of decoding that we and others have, with the beginnings of their names."""
+
+
 def pair_ratios(rows: Sequence[Row]) -> str:
     """Ratios of speeds of a pair's methods: ours over OpenVINO GenAI's, and over our own."""
     lines = []
@@ -351,9 +359,9 @@ def pair_ratios(rows: Sequence[Row]) -> str:
         if others:
             label = "our fastest over the fastest of the other engines"
             ratios[label] = ratio(_fastest_cells(ours), _fastest_cells(others))
-        for kind in ("standard", "lookup, 5 tokens", "draft model"):
-            our_kind = _starting(ours, kind)
-            genai_kind = _starting(genai, kind)
+        for kind, starts in KINDS.items():
+            our_kind = _starting(ours, *starts)
+            genai_kind = _starting(genai, *starts)
             if our_kind and genai_kind:
                 label = f"{kind} over OpenVINO GenAI's"
                 ratios[label] = ratio(_fastest_cells(our_kind), _fastest_cells(genai_kind))
@@ -382,9 +390,9 @@ def _pair_cells(rows: Sequence[Row], part: str, *engines: str) -> dict[str, Cell
     return measured
 
 
-def _starting(cells_by_decoding: Mapping[str, Cells], start: str) -> dict[str, Cells]:
-    """The kinds of decoding whose names start so."""
-    return {name: cell for name, cell in cells_by_decoding.items() if name.startswith(start)}
+def _starting(cells_by_decoding: Mapping[str, Cells], *starts: str) -> dict[str, Cells]:
+    """The kinds of decoding whose names start in one of these ways."""
+    return {name: cell for name, cell in cells_by_decoding.items() if name.startswith(starts)}
 
 
 def _fastest_cells(cells_by_decoding: Mapping[str, Cells]) -> Cells:

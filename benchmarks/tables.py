@@ -21,6 +21,7 @@ import markdown_tables
 import peers_tables
 import record_tables
 import suffix_corpus
+from peers_methods import PAIR_METHODS
 
 from lightning_specdec.bench.records import HUGGING_FACE, Comparison
 from lightning_specdec.bench.results import read
@@ -215,6 +216,11 @@ def table_of(
     return lambda: make_table(read_record(record)[part])
 
 
+def pair_table(part: str) -> str:
+    rows = read_record("peers_pair")["rows"]
+    return peers_tables.table(rows, part, PAIR_METHODS)
+
+
 def peers_context_table() -> str:
     return peers_tables.table(read_record("peers")["rows"], "context")
 
@@ -222,6 +228,10 @@ def peers_context_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "first": first_table,
     "bench": bench_table,
+    "pair_humaneval": lambda: pair_table("humaneval"),
+    "pair_spec_bench": lambda: pair_table("prompts"),
+    "pair_ratios": table_of(peers_tables.pair_ratios, "peers_pair"),
+    "pair_rounds": table_of(peers_tables.rounds_table, "peers_pair"),
     "peers": table_of(peers_tables.table, "peers"),
     "peers_ratios": table_of(peers_tables.compared_with_genai, "peers"),
     "peers_context": peers_context_table,

@@ -148,7 +148,8 @@ def test_the_fastest_is_saved_as_a_pair_that_decodes_by_its_name(
     succeed("decode", "--pair", "mine", "--prompt", "the cat", "--repeats", "0")
     refused("sweep", "--target", target, "--save", "mine", message="there is a pair mine already")
 
-    succeed("sweep", "--ckpt", RNN, *BRIEF, "--save", "recurrent")
+    succeed("sweep", "--ckpt", RNN, "--device", "cpu", *BRIEF, "--save", "recurrent")
+    assert "device: cpu" in (tmp_path / "configs/pairs/recurrent.yaml").read_text()
     decoder = SpeculativeDecoder.from_pair("recurrent")
     assert decoder.prompts
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.safetensors_file import read_header, weight_files
@@ -64,21 +64,30 @@ def family_models(target: LanguageModel, *, cache: Path | None = None) -> list[F
     largest = int(LARGEST_SHARE * target.num_parameters)
     models: list[FamilyModel] = []
     seen = {directory.resolve()}
-    for model, path in (*_beside(directory), *_in_cache(cache)):
-        if path.resolve() in seen:
+    for candidate in (*_beside(directory), *_in_cache(cache)):
+        resolved_path = candidate.path.resolve()
+        if resolved_path in seen:
             continue
-        seen.add(path.resolve())
-        num_parameters = _num_parameters(path)
+        seen.add(resolved_path)
+        num_parameters = _num_parameters(candidate.path)
         if num_parameters is None or num_parameters > largest:
             continue
-        if has_same_tokenizer(path, directory):
-            models.append(FamilyModel(*model[:2], num_parameters, model[2]))
+        if has_same_tokenizer(candidate.path, directory):
+            model = FamilyModel(
+                candidate.source, candidate.revision, num_parameters, candidate.place
+            )
+            models.append(model)
     models.sort(key=lambda model: model.num_parameters)
     return models[:MOST_MODELS]
 
 
-_Candidate = tuple[tuple[str, str | None, str], Path]
-"""Source, revision and place of a model, and its directory."""
+class _Candidate(NamedTuple):
+    """A model that may be a draft: as of `FamilyModel`, and its directory."""
+
+    source: str
+    revision: str | None
+    place: str
+    path: Path
 
 
 def _beside(directory: Path) -> Iterator[_Candidate]:
@@ -89,7 +98,7 @@ def _beside(directory: Path) -> Iterator[_Candidate]:
         return
     for sibling in siblings:
         if (sibling / "config.json").is_file():
-            yield (str(sibling), None, BESIDE_TARGET), sibling
+            yield _Candidate(str(sibling), None, BESIDE_TARGET, sibling)
 
 
 def _in_cache(cache: Path | None) -> Iterator[_Candidate]:
@@ -107,8 +116,9 @@ def _in_cache(cache: Path | None) -> Iterator[_Candidate]:
             continue
         for revision in repository.revisions:
             if "main" in revision.refs:
-                source = (repository.repo_id, revision.commit_hash, IN_HUB_CACHE)
-                yield source, revision.snapshot_path
+                yield _Candidate(
+                    repository.repo_id, revision.commit_hash, IN_HUB_CACHE, revision.snapshot_path
+                )
 
 
 def _num_parameters(directory: Path) -> int | None:

@@ -180,6 +180,8 @@ def pair_values(
     if source.drafter is not None:
         choice = source.drafter
         values["drafter"] = plain(choice) if choice.settings else choice.name
+    if source.device is not None:
+        values["device"] = source.device
     if threads is not None:
         values["threads"] = threads
     values["num_draft_tokens"] = way.num_draft_tokens

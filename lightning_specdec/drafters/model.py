@@ -176,6 +176,10 @@ class ModelDrafter(SamplingDrafter):
         return {**super().arguments(), "model": self.model}
 
     @property
+    def computes_in_openvino(self) -> bool:
+        return self.model.backend == "openvino"
+
+    @property
     def max_positions(self) -> None:
         """None: a text may be longer than the model's context."""
 

@@ -129,6 +129,11 @@ class SamplingDrafter(Drafter, ABC):
             )
         return super().arguments()
 
+    @property
+    def computes_in_openvino(self) -> bool:
+        """Whether OpenVINO computes what this drafter draws from."""
+        return bool(self.in_openvino)
+
     def needs_noise(self, sampling: Sampling) -> bool:
         return not self._draft_sampling(sampling).greedy
 
@@ -174,7 +179,7 @@ class SamplingDrafter(Drafter, ABC):
 
         if key is None:
             # torch's threads would keep OpenVINO's cores busy.
-            with one_thread(bool(self.in_openvino)):
+            with one_thread(self.computes_in_openvino):
                 return draw(request.uniform, *inputs)
 
         # Everything that decides what `draw` computes from its tensors.
