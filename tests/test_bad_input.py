@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("here")
         ),
         (
             ["fit", "--model", "PairTraining"],
-            "are required: target: give --config FILE, for example configs/rnn.yaml",
+            "are required: target: give --model.target",
         ),
         (
             ["fit", "--config=configs/rnn.yaml", "--minutes", "3"],

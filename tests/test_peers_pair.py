@@ -141,7 +141,7 @@ def test_each_method_of_a_pair_answers_the_prompts_of_both_sources(
 
 
 def test_no_method_of_a_pair_has_settings_to_choose_from(peers: ModuleType) -> None:
-    assert len(peers.PAIR_METHODS) == 16
+    assert len(peers.PAIR_METHODS) == 17
     for method in peers.PAIR_METHODS.values():
         assert len(method.candidates()) == 1
         assert method.our_standard == "ours openvino/int8/standard"

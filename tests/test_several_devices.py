@@ -74,8 +74,8 @@ def trained(
     printed = [path.read_text()[-2000:] for path in directory.glob("printed*")]
     assert codes == [0] * num_processes, printed
 
-    curves = EventAccumulator(str(directory / "logs/target_eagle/version_0")).Reload()
-    content = checkpoint.read(directory / "checkpoints/target_eagle/version_0/last.ckpt")
+    curves = EventAccumulator(str(directory / "logs/target_eagle_text/version_0")).Reload()
+    content = checkpoint.read(directory / "checkpoints/target_eagle_text/version_0/last.ckpt")
     return {**content, "losses": [event.value for event in curves.Scalars("train/loss")]}
 
 

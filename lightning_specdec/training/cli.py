@@ -185,8 +185,12 @@ class TrainingCLI(LightningCLI):
             sections.append(logger)
         for section in sections:
             arguments = section.get("init_args") or {}
-            if arguments.get("dirpath"):
-                directory = Path(arguments["dirpath"])
+            dirpath = str(arguments.get("dirpath") or "")
+            if "://" in dirpath:
+                # This is no local directory, and `runs` refuses it.
+                continue
+            if dirpath:
+                directory = Path(dirpath)
                 arguments["dirpath"] = str(directory.with_name(named(directory.name)))
             elif "save_dir" in arguments and arguments.get("name"):
                 arguments["name"] = named(arguments["name"])
@@ -195,7 +199,7 @@ class TrainingCLI(LightningCLI):
         """The number of the run's name, see `number_of_runs`; says so if it is not the first."""
         for section in self._get(self.config, "trainer.callbacks") or []:
             dirpath = (section.get("init_args") or {}).get("dirpath")
-            if not dirpath:
+            if not dirpath or "://" in str(dirpath):
                 continue
             directory = Path(dirpath)
             if suffix is not None:
