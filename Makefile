@@ -72,7 +72,7 @@ test-engines: dev $(if $(PLAIN),$(PEERS)/llama/.server)
 		--output docs/results/engines.json --kinds head medusa model $(if $(PLAIN),$(LLAMA))
 
 test-families: dev
-	$(BIN)/python benchmarks/families.py --rows .families.jsonl
+	$(BIN)/python benchmarks/every_family.py --rows .families.jsonl
 
 test-oldest: | $(VENV)/bin/python
 	$(PYTHON) -m venv $(OLDEST)

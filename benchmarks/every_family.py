@@ -1,7 +1,7 @@
 """Decode tiny random models of every causal family of transformers, and compare with `generate`.
 
-    python benchmarks/families.py --rows .families.jsonl --output docs/results/families.json
-    python benchmarks/families.py qwen3_5_text lfm2 --rows /tmp/rows.jsonl
+    python benchmarks/every_family.py --rows .families.jsonl --output docs/results/families.json
+    python benchmarks/every_family.py qwen3_5_text lfm2 --rows /tmp/rows.jsonl
 
 Each family is examined in a separate process with a limit on its time, 30 seconds or so. Rows are
 appended to a file, and families that it has are not examined again.
@@ -194,7 +194,8 @@ def layers_of(model: PreTrainedModel) -> str:
 def greedy(model: PreTrainedModel, prompt: Sequence[int], **options: Any) -> list[int]:
     """The new tokens of transformers' greedy `generate` of one prompt."""
     tokens = torch.tensor([prompt])
-    output: Tensor = model.generate(
+    any_model: Any = model
+    output: Tensor = any_model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=NUM_NEW,
