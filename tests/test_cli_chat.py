@@ -13,6 +13,7 @@ import pytest
 import text_cases
 import tiny_models
 from cli_fixtures import call, here, refused, succeed
+from text_model import model
 
 from lightning_specdec.cli.chat import Talk
 from lightning_specdec.config.terminal import visible
@@ -20,16 +21,9 @@ from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding.session import Conversation
 from lightning_specdec.text.tokenizer import Message, TextTokenizer
 
-__all__ = ["here"]
+__all__ = ["here", "model"]
 TURNS = ["the oak", "Où est l'été ?", "thunder 🌩"]
 NUM_NEW = 24
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory with a random Llama and a tokenizer with a chat template."""
-    path = tmp_path_factory.mktemp("chat")
-    return tiny_models.write(path, tokenizer=text_cases.byte_level(), max_position_embeddings=512)
 
 
 @pytest.fixture(scope="module")

@@ -8,23 +8,16 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-import text_cases
-import tiny_models
 from cli_fixtures import here, refused, succeed
+from text_model import model
 
-__all__ = ["here"]
+__all__ = ["here", "model"]
 SCHEMA = {
     "type": "object",
     "properties": {"oak": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
     "required": ["oak", "kind"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    return tiny_models.write(path, tokenizer=text_cases.byte_level(), max_position_embeddings=512)
 
 
 def outputs(model: str, *flags: str) -> list[dict[str, str]]:

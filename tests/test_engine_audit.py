@@ -17,6 +17,7 @@ from cli_fixtures import call, here, refused, succeed
 from local_server import serving
 from sampled_answers import answer_scores, peaked_pair
 from stand_in_engine import Answers, stand_in
+from text_model import model
 
 from lightning_specdec.audit.biased_rules import BIASED_RULES, AcceptsFirst
 from lightning_specdec.audit.engine_audit import tokens_of_texts
@@ -29,7 +30,7 @@ from lightning_specdec.rules import AcceptanceRule, RejectionSampling, Sampling
 from lightning_specdec.serve.server import bind, make_server
 from lightning_specdec.serve.settings import ServeSettings
 
-__all__ = ["here"]
+__all__ = ["here", "model"]
 DRAFT_NOISE = 0.5
 KEY = "a secret key"
 SMALL = ("--num_prompts", "3", "--max_new_tokens", "12", "--engine_dtype", "float32")
@@ -60,13 +61,6 @@ def test_a_biased_rule_is_caught_with_the_default_number_of_prompts(name: str) -
 
 
 # What the target says about an answer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory with a random Llama and a tokenizer with a chat template."""
-    path = tmp_path_factory.mktemp("target")
-    return tiny_models.write(path, tokenizer=text_cases.byte_level(), max_position_embeddings=512)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from peers_rows import WordTokenizer, measured
 
 ROOT = Path(__file__).parent.parent
 TASKS = ["qa", "rag", "translation", "summarization", "math_reasoning", "writing"]
@@ -21,15 +22,6 @@ NUM_REPORTED = 24
 def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("peers")
-
-
-class WordTokenizer:
-    """Counts letters: the token of a word is its length."""
-
-    eos = frozenset({2})
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return [len(word) for word in messages[0]["content"].split()]
 
 
 def test_prompts_are_spread_over_each_task_and_no_reported_one_is_tuned_on(
@@ -58,34 +50,6 @@ def test_prompts_are_spread_over_each_task_and_no_reported_one_is_tuned_on(
         assert prompt.tokens == [1] * 5
 
 
-def measured(
-    peers: ModuleType,
-    name: str,
-    seconds: dict[int, float],
-    **changes: Any,
-) -> list[dict[str, Any]]:
-    """Rows of a method, with the seconds of each prompt."""
-    load, setting = peers.METHODS[name].candidates()[0]
-    rows = []
-    for prompt, prompt_seconds in seconds.items():
-        row = {
-            "part": "prompts",
-            "method": name,
-            "load": load,
-            "setting": setting,
-            "prompt": prompt,
-            "repeat": 0,
-            "tokens": [[5, 6, 7]],
-            "num_tokens": 4,
-            "calls": 2,
-            "seconds": prompt_seconds,
-            "first": 0.5,
-        }
-        row.update(changes)
-        rows.append(row)
-    return rows
-
-
 def test_the_fastest_candidate_is_taken_unless_it_fails(peers: ModuleType) -> None:
     method = peers.METHODS["openvino_genai/int8/lookup"]
     candidates = method.candidates()
@@ -95,7 +59,9 @@ def test_the_fastest_candidate_is_taken_unless_it_fails(peers: ModuleType) -> No
     rows = []
     for i, (load, setting) in enumerate(candidates):
         seconds = {1: 40.0 - i}
-        rows += measured(peers, method.name, seconds, part="tune", load=load, setting=setting)
+        rows += measured(
+            peers.METHODS, method.name, seconds, part="tune", load=load, setting=setting
+        )
     assert peers.best(rows, method) == candidates[-1]
 
     failed_row = {**rows[-1], "prompt": 2, "error": "out of memory"}
@@ -106,9 +72,9 @@ def test_the_fastest_candidate_is_taken_unless_it_fails(peers: ModuleType) -> No
 
 def test_the_table_shows_speeds_ratios_and_failures(peers: ModuleType) -> None:
     our_name = "ours openvino/bfloat16/standard"
-    rows = measured(peers, our_name, {1: 2.0, 2: 2.5, 3: 4.0})
-    rows += measured(peers, our_name, {1: 2.2, 2: 2.5}, repeat=1)
-    rows += measured(peers, "openvino_genai/bfloat16/lookup", {1: 1.05, 2: 1.25, 3: 2.0})
+    rows = measured(peers.METHODS, our_name, {1: 2.0, 2: 2.5, 3: 4.0})
+    rows += measured(peers.METHODS, our_name, {1: 2.2, 2: 2.5}, repeat=1)
+    rows += measured(peers.METHODS, "openvino_genai/bfloat16/lookup", {1: 1.05, 2: 1.25, 3: 2.0})
     failed_row = {
         "part": "prompts",
         "method": "vllm/bfloat16/lookup",
@@ -136,10 +102,10 @@ def test_a_worker_cuts_answers_at_the_end_and_hides_paths(peers: ModuleType) -> 
 
 
 def test_answers_are_compared_with_ours_in_standard_decoding(peers: ModuleType) -> None:
-    rows = measured(peers, "ours openvino/int8/standard", {1: 1.0})
-    rows += measured(peers, "llama_cpp/Q8_0/lookup", {1: 1.0}, tokens=[[5, 6]])
-    rows += measured(peers, "openvino_genai/int8/lookup", {1: 1.0}, tokens=[[5, 9, 7]])
-    rows += measured(peers, "transformers/bfloat16/lookup", {1: 1.0})
+    rows = measured(peers.METHODS, "ours openvino/int8/standard", {1: 1.0})
+    rows += measured(peers.METHODS, "llama_cpp/Q8_0/lookup", {1: 1.0}, tokens=[[5, 6]])
+    rows += measured(peers.METHODS, "openvino_genai/int8/lookup", {1: 1.0}, tokens=[[5, 9, 7]])
+    rows += measured(peers.METHODS, "transformers/bfloat16/lookup", {1: 1.0})
     requests: list[Any] = []
 
     def gap(*request: Any) -> float:

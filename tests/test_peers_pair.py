@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from peers_rows import WordTokenizer, measured
 
 ROOT = Path(__file__).parent.parent
 TASKS = ["qa", "rag", "translation", "summarization", "math_reasoning", "writing"]
@@ -19,15 +20,6 @@ NUM_PROMPTS = 6
 """Prompts of each source."""
 NUM_SLOW = 2
 """Prompts of each source for slow engines."""
-
-
-class WordTokenizer:
-    """Counts letters: the token of a word is its length."""
-
-    eos = frozenset({2})
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return [len(word) for word in messages[0]["content"].split()]
 
 
 class FakeEngine:
@@ -147,45 +139,27 @@ def test_no_method_of_a_pair_has_settings_to_choose_from(peers: ModuleType) -> N
         assert method.our_standard == "ours openvino/int8/standard"
 
 
-def measured(
+def humaneval_rows(
     peers: ModuleType,
     name: str,
-    seconds: dict[Any, float],
+    seconds: dict[str, float],
     **changes: Any,
 ) -> list[dict[str, Any]]:
-    """Rows of a method, with the seconds of each prompt."""
-    load, setting = peers.PAIR_METHODS[name].candidates()[0]
-    rows = []
-    for prompt, prompt_seconds in seconds.items():
-        row = {
-            "part": "humaneval",
-            "method": name,
-            "load": load,
-            "setting": setting,
-            "prompt": prompt,
-            "repeat": 0,
-            "tokens": [[5, 6, 7]],
-            "num_tokens": 4,
-            "calls": 2,
-            "seconds": prompt_seconds,
-            "first": 0.5,
-        }
-        row.update(changes)
-        rows.append(row)
-    return rows
+    """Rows of a method of the pair, with the seconds of each prompt."""
+    return measured(peers.PAIR_METHODS, name, seconds, part="humaneval", **changes)
 
 
 def test_the_tables_of_a_pair_compare_methods_on_the_prompts_that_both_answered(
     peers: ModuleType,
 ) -> None:
-    rows = measured(peers, "ours openvino/int8/standard", {"a": 2.0, "b": 4.0})
-    rows += measured(peers, "ours openvino/int8/draft model, 3 tokens", {"a": 1.0, "b": 2.0})
-    rows += measured(peers, "ours openvino/int8/draft model, 5 tokens", {"a": 2.0, "b": 2.0})
-    rows += measured(peers, "openvino_genai/int8/standard", {"a": 2.0, "b": 2.0})
-    rows += measured(
+    rows = humaneval_rows(peers, "ours openvino/int8/standard", {"a": 2.0, "b": 4.0})
+    rows += humaneval_rows(peers, "ours openvino/int8/draft model, 3 tokens", {"a": 1.0, "b": 2.0})
+    rows += humaneval_rows(peers, "ours openvino/int8/draft model, 5 tokens", {"a": 2.0, "b": 2.0})
+    rows += humaneval_rows(peers, "openvino_genai/int8/standard", {"a": 2.0, "b": 2.0})
+    rows += humaneval_rows(
         peers, "openvino_genai/int8/draft model, 5 tokens", {"a": 2.0, "b": 2.5}, tokens=[[5, 9]]
     )
-    rows += measured(peers, "transformers/float32/standard", {"a": 8.0}, tokens=[[5]])
+    rows += humaneval_rows(peers, "transformers/float32/standard", {"a": 8.0}, tokens=[[5]])
     compared_rows = peers.with_differences(rows, lambda *_: 0.25, peers.PAIR_METHODS)
 
     table = peers.table(compared_rows, "humaneval", peers.PAIR_METHODS).splitlines()
@@ -211,7 +185,7 @@ def test_the_tables_of_a_pair_compare_methods_on_the_prompts_that_both_answered(
 
 def test_the_rounds_of_our_methods_are_divided_into_phases(peers: ModuleType) -> None:
     phases = {"draft": 0.2, "verify": 0.4, "accept": 0.02, "rest": 0.01}
-    rows = measured(
+    rows = humaneval_rows(
         peers, "ours openvino/int8/draft model, 3 tokens", {"a": 1.0, "b": 2.0}, phases=phases
     )
     line = peers.rounds_table(rows).splitlines()[2]

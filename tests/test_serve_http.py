@@ -19,9 +19,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import text_cases
-import tiny_models
 from cli_fixtures import here, refused
+from text_model import decoder, model
 
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoder import SpeculativeDecoder
@@ -29,25 +28,13 @@ from lightning_specdec.decoding import Session
 from lightning_specdec.serve.server import Server, bind, make_server
 from lightning_specdec.serve.settings import ServeSettings
 
-__all__ = ["here"]
+__all__ = ["decoder", "here", "model"]
 MODEL = "tiny"
 KEY = "a secret key"
 TEXT = "the oak and the"
 HTTP = httpx.Client(timeout=60)
 """For all requests, since a new client reads the certificates of the machine."""
 MESSAGES: Any = [{"role": "user", "content": "the oak"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory with a random Llama and a tokenizer with a chat template."""
-    path = tmp_path_factory.mktemp("serve")
-    return tiny_models.write(path, tokenizer=text_cases.byte_level(), max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def decoder(model: str) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_pretrained(model, model)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import text_cases
 import tiny_models
 from cli_fixtures import call, here
 from test_serve_http import running
+from text_model import decoder, model
 
 from lightning_specdec.data import corpus
 from lightning_specdec.decoder import SpeculativeDecoder
@@ -20,20 +21,9 @@ from lightning_specdec.serve import recording
 from lightning_specdec.serve.engine import Generation
 from lightning_specdec.serve.recording import Recording
 
-__all__ = ["here"]
+__all__ = ["decoder", "here", "model"]
 HTTP = httpx.Client(timeout=60)
 NUM_REQUESTS = 12
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("recorded")
-    return tiny_models.write(path, tokenizer=text_cases.byte_level(), max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def decoder(model: str) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_pretrained(model, model)
 
 
 @pytest.fixture

@@ -64,10 +64,7 @@ def test_a_row_with_its_own_settings_has_the_tokens_that_it_has_alone(
     drafter: str,
     rule: str,
 ) -> None:
-    model = cases.target(target)
-    drafter_object = cases.drafter(drafter, target)
-    schedules = _Schedules(model, drafter_object, rule)
-    schedules.check(model, drafter_object, NUM_SCHEDULES[target])
+    _check_schedules(target, drafter, rule, NUM_SCHEDULES[target])
 
 
 @pytest.mark.slow
@@ -84,9 +81,7 @@ def test_two_hundred_random_schedules_of_each_kind_of_model(
     drafter: str,
     rule: str,
 ) -> None:
-    model = cases.target(target)
-    drafter_object = cases.drafter(drafter, target)
-    _Schedules(model, drafter_object, rule).check(model, drafter_object, 200)
+    _check_schedules(target, drafter, rule, 200)
 
 
 @pytest.mark.quick_cases("heads")
@@ -145,6 +140,13 @@ class _Schedules:
             torch.testing.assert_close(
                 row.logprobs, single.logprobs[: row.num_new], atol=1e-5, rtol=1e-5
             )
+
+
+def _check_schedules(target: str, drafter: str, rule: str, count: int) -> None:
+    """Compare this many random sessions of a pair with its rows alone."""
+    model = cases.target(target)
+    drafter_object = cases.drafter(drafter, target)
+    _Schedules(model, drafter_object, rule).check(model, drafter_object, count)
 
 
 def _prompt(number: int) -> list[int]:

@@ -12,9 +12,8 @@ import httpx
 import jsonschema
 import openai
 import pytest
-import text_cases
-import tiny_models
 from test_serve_http import client, served
+from text_model import decoder, model
 
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.rules import Grammar
@@ -22,7 +21,7 @@ from lightning_specdec.serve import grammar_trial
 from lightning_specdec.serve.server import Server
 from lightning_specdec.serve.structured import AutoTools, RequiredTools, Tool, ToolStream
 
-__all__ = ["client", "served"]
+__all__ = ["client", "decoder", "model", "served"]
 
 MODEL = "tiny"
 MESSAGES: Any = [{"role": "user", "content": "the oak"}]
@@ -54,13 +53,6 @@ TOOLS: Any = [
     },
 ]
 PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
-    path = tmp_path_factory.mktemp("structured")
-    model = tiny_models.write(path, tokenizer=text_cases.byte_level(), max_position_embeddings=512)
-    return SpeculativeDecoder.from_pretrained(model, model)
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
