@@ -117,7 +117,7 @@ def read_rows(path: Path) -> dict[str, Row]:
 
 
 def examine_apart(name: str) -> Row:
-    """The row of a family, from a process of its own, which may crash or hang."""
+    """The row of a family, from a separate process, which may crash or hang."""
     command = [sys.executable, __file__, "--one", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     try:

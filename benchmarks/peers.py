@@ -176,7 +176,7 @@ class Engine:
         worker = Path(__file__).with_name("peers_worker.py")
         log_path = self.options.rows.parent / f"{self.options.rows.stem}.log"
         self.log = log_path.open("a")
-        # A session of its own, so that a signal reaches the processes that the engine starts.
+        # A separate session, so that a signal reaches the processes that the engine starts.
         self.process = subprocess.Popen(
             [python, "-P", str(worker), json.dumps(arguments)],
             env=self._environment(name, python),

@@ -425,7 +425,7 @@ def test_rejected_draft_tokens_use_up_no_limit_of_the_library(
 ) -> None:
     """The library counts the states of a lexer, also of text that was rolled back."""
     monkeypatch.setattr(text_grammar, "MAX_LEXER_STATES", 400)
-    # Each end of a text is a state of its own.
+    # Each end of a text is another state.
     sampling = Sampling(processors=(Grammar.regex("[ab]*a[ab]{9}c"),))
     target = copy(target_of("rnn"))
     target.vocabulary = letters(cases.VOCAB)

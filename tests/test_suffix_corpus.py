@@ -351,7 +351,13 @@ def test_generated_and_recorded_text_is_a_corpus(tmp_path: Path) -> None:
     ]
     corpus_files.write_shard(tmp_path, 0, rows, target.vocab_size)
     fingerprint = target.tokenizer.fingerprint
-    manifest = {"format": 1, "tokenizer": {"fingerprint": fingerprint}}
+    manifest: dict[str, Any] = {
+        "format": 1,
+        "tokenizer": {"fingerprint": fingerprint},
+        "target": {},
+        "vocab_size": target.vocab_size,
+        "num_shards": 1,
+    }
     corpus_files.write_manifest(tmp_path, manifest)
     corpus = SuffixCorpusDrafter(corpus=str(tmp_path)).corpus.of(target)
     assert corpus is not None
@@ -362,6 +368,8 @@ def test_generated_and_recorded_text_is_a_corpus(tmp_path: Path) -> None:
     corpus_files.write_manifest(tmp_path, manifest)
     with pytest.raises(ValueError, match="shard-00000.safetensors has the tokens of another model"):
         SuffixCorpusDrafter(corpus=str(tmp_path)).corpus.of(target)
+    manifest["tokenizer"] = {"fingerprint": fingerprint}
+    corpus_files.write_manifest(tmp_path, manifest)
     corpus_files.shard_path(tmp_path, 0).write_bytes(b"damaged")
     with pytest.raises(ValueError, match="shard-00000.safetensors is damaged"):
         SuffixCorpusDrafter(corpus=str(tmp_path)).corpus.of(target)

@@ -263,8 +263,7 @@ class Sweep:
             self.unavailable.update(dict.fromkeys(untried, NO_TIME))
             return
         kinds = [*self.kinds, *self._qualified_kinds(engines[0])]
-        fixed_windows = [window for window in self.windows if isinstance(window, int)]
-        adaptive_windows = [window for window in self.windows if isinstance(window, str)]
+        fixed_windows, adaptive_windows = _by_kind(self.windows)
         has_final = len(engines) > 1 or bool(fixed_windows and adaptive_windows)
         share = 1 - FINAL_SHARE if has_final else 1.0
         entrants = self._load(engines[0], kinds, fixed_windows or adaptive_windows)
@@ -273,22 +272,31 @@ class Sweep:
         if contest.leader is None or not has_final or not self.seconds_left:
             return
 
-        finalists: list[Entrant] = []
-        for way in self._finalists(contest):
-            for engine in engines[:MOST_ENGINES]:
-                assert way.drafting is not None
-                assert way.num_draft_tokens is not None
-                loaded = self._load(engine, [way.drafting], [way.num_draft_tokens])
-                finalists += [entrant for entrant in loaded if entrant not in finalists]
-        if fixed_windows:
-            for way in self._finalists(contest):
-                assert way.drafting is not None
-                loaded = self._load(engines[0], [way.drafting], adaptive_windows)
-                finalists += [entrant for entrant in loaded if entrant not in finalists]
-        drafted = [entrant for entrant in finalists if entrant.way.drafting is not None]
-        if len(drafted) > 1:
+        finalists = self._load_finalists(contest, engines)
+        num_drafted = sum(entrant.way.drafting is not None for entrant in finalists)
+        if num_drafted > 1:
             final = self._contest(finalists, "the final", self.seconds_left)
             final.run(self._report)
+
+    def _load_finalists(self, contest: Tournament, engines: Sequence[Engine]) -> list[Entrant]:
+        """The best drafts of a contest, on the best engines and with `auto`, for the final."""
+        fixed_windows, adaptive_windows = _by_kind(self.windows)
+        finalists: list[Entrant] = []
+
+        def add(engine: Engine, drafting: Drafting | None, windows: Sequence[int | str]) -> None:
+            assert drafting is not None
+            for entrant in self._load(engine, [drafting], windows):
+                if entrant not in finalists:
+                    finalists.append(entrant)
+
+        for way in self._finalists(contest):
+            assert way.num_draft_tokens is not None
+            for engine in engines[:MOST_ENGINES]:
+                add(engine, way.drafting, [way.num_draft_tokens])
+        if fixed_windows:
+            for way in self._finalists(contest):
+                add(engines[0], way.drafting, adaptive_windows)
+        return finalists
 
     def _qualified_kinds(self, engine: Engine) -> list[Drafting]:
         """The kinds of drafts that qualify, those that go with them included.
@@ -445,8 +453,7 @@ class Sweep:
         """A draft with each window that it can fill."""
         engine = standard.way.engine
         drafter = self._drafter(engine, kind)
-        fixed_windows = [window for window in windows if isinstance(window, int)]
-        adaptive_windows = [window for window in windows if isinstance(window, str)]
+        fixed_windows, adaptive_windows = _by_kind(windows)
         if adaptive_windows and not self._has_time_to_measure(standard, drafter):
             adaptive_windows = []
             self.unavailable[f"{kind.name}, auto draft tokens"] = NO_TIME
@@ -547,22 +554,24 @@ class Sweep:
         equals = tuple(self._equals(winner, contest, comparisons))
         remarks = {}
         for way, comparison in comparisons.items():
-            remark = ""
-            rivals = []
-            for contest_of_way in self._contests:
-                if way.name in contest_of_way.slower:
-                    rivals.append(contest_of_way.slower[way.name])
+            remark = self._what_became_of(way)
             if verdict.kind == "faster" and way == winner:
                 remark = "<- best"
             elif verdict.kind == "faster" and way in equals:
                 remark = "<- may be as fast"
-            elif rivals:
-                rival = STANDARD_NAME if rivals[0] == STANDARD_NAME else "another one"
-                remark = f"dropped: slower than {rival}"
-            elif any(way.name in contest.set_aside for contest in self._contests):
-                remark = "measured no further"
             remarks[comparison.case.cell] = remark
         return Standing(winner, verdict, equals, tuple(comparisons.values()), remarks, self.failed)
+
+    def _what_became_of(self, way: Way) -> str:
+        """Why a way was measured no further; empty if it was measured to the end."""
+        for contest in self._contests:
+            rival = contest.slower.get(way.name)
+            if rival is not None:
+                shown_rival = STANDARD_NAME if rival == STANDARD_NAME else "another one"
+                return f"dropped: slower than {shown_rival}"
+        if any(way.name in contest.set_aside for contest in self._contests):
+            return "measured no further"
+        return ""
 
     def _winner(
         self, comparisons: Mapping[Way, Comparison]
@@ -642,6 +651,13 @@ class Sweep:
             if standard_name in race.tapes:
                 checks.append(race.same_tokens(entrant.way.name, standard_name))
         return all(checks) if checks else None
+
+
+def _by_kind(windows: Sequence[int | str]) -> tuple[list[int], list[str]]:
+    """The numbers among windows, and "auto"."""
+    fixed_windows = [window for window in windows if isinstance(window, int)]
+    adaptive_windows = [window for window in windows if isinstance(window, str)]
+    return fixed_windows, adaptive_windows
 
 
 def _position(window: int | str | None, windows: Sequence[int | str]) -> int:

@@ -94,6 +94,24 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise
 
 
+def lock_directory(directory: Path, refusal: str) -> int:
+    """Keep other processes that lock a directory out of it; returns the descriptor to close.
+
+    Args:
+        refusal: the error if another process has locked it.
+
+    Raises:
+        ValueError: another process has locked it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(refusal) from error
+    return descriptor
+
+
 class _LockedDirectory(NamedTuple):
     """A temporary directory that this process holds a lock on, as the file descriptor `lock`."""
 

@@ -34,7 +34,7 @@ from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.ngram import LookupDrafter
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.text.shards import shard_texts
+from lightning_specdec.text.shards import MANIFEST, Shard, read_manifest
 from lightning_specdec.text.tokenizer import Tokenizer
 
 INDEXED_LENGTHS = (8, 4, 2, 1)
@@ -402,7 +402,7 @@ def _read_texts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> Iterator[l
     with Activity(f"reading the corpus {path}", len(files), unit="files") as activity:
         for file in files:
             if file.suffix == ".safetensors":
-                texts = shard_texts(file, tokenizer)
+                texts = _shard_texts(file, tokenizer)
             else:
                 text = _text_of(file, num_missing * BYTES_PER_TOKEN)
                 texts = [tokenizer.encode_plain(text)] if text else []
@@ -413,6 +413,22 @@ def _read_texts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> Iterator[l
             activity.advance()
             if num_missing == 0:
                 return
+
+
+def _shard_texts(file: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    """The rows of a file of tokens that `generate` or `serve --record` wrote; none of others.
+
+    Raises:
+        ValueError: they are tokens of another tokenizer, or a file is damaged.
+    """
+    has_manifest = file.with_name(MANIFEST).is_file()
+    if not has_manifest or not file.name.startswith("shard-"):
+        return []
+    manifest = read_manifest(file.parent)
+    if manifest["tokenizer"].get("fingerprint") != tokenizer.fingerprint:
+        raise ValueError(f"corpus: {file} has the tokens of another model")
+    shard = Shard(file, manifest["vocab_size"])
+    return [shard.row(number).tolist() for number in range(len(shard))]
 
 
 def _text_files(path: Path) -> list[Path]:

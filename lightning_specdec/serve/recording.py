@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import queue
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_specdec import __version__
+from lightning_specdec.config.files import lock_directory
 from lightning_specdec.data import corpus
 from lightning_specdec.decoding import Request
 from lightning_specdec.models import LanguageModel
@@ -64,7 +64,9 @@ class Recording(EngineObserver):
                 f"{directory} would hold what users write, and others can read it: "
                 f"run `chmod 700 {directory}`, or name a directory that does not exist"
             )
-        self._lock = _locked(directory)
+        self._lock = lock_directory(
+            directory, f"another server records to {directory}: name another one"
+        )
         try:
             self._manifest = self._open(target)
         except BaseException:
@@ -117,7 +119,7 @@ class Recording(EngineObserver):
             if answer is None:
                 self._write()
                 return
-            # Rows of one prompt share its number. Here each request is a prompt of its own.
+            # Rows of one prompt share its number. Here each request counts as another prompt.
             prompt_number = self._manifest["num_prompts"] + len(self._rows)
             self._rows.append(answer._replace(prompt_number=prompt_number))
             self._num_tokens += len(answer.prompt) + len(answer.tokens)
@@ -167,14 +169,3 @@ def _new_manifest(target: LanguageModel) -> dict[str, Any]:
         "next_shard": 0,
         "versions": {"lightning_specdec": __version__, "torch": torch.__version__},
     }
-
-
-def _locked(directory: Path) -> int:
-    """A descriptor that keeps other servers from writing to the directory until it is closed."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ValueError(f"another server records to {directory}: name another one") from None
-    return descriptor

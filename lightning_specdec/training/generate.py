@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_specdec import __version__
 from lightning_specdec.config.checks import require_int
+from lightning_specdec.config.files import lock_directory
 from lightning_specdec.config.terminal import say
 from lightning_specdec.data import corpus
 from lightning_specdec.data.prompt_sources import PromptShard, PromptSource
@@ -281,16 +281,11 @@ class GenerateText(LightningModule):
     def _lock_directory(self) -> None:
         """Keep other runs from writing to the directory until this one ends."""
         self.output.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.output, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise ValueError(
-                f"another run writes to {self.output}: wait until it ends, or give another "
-                "model.output"
-            ) from error
-        self._lock_descriptor = descriptor
+        self._lock_descriptor = lock_directory(
+            self.output,
+            f"another run writes to {self.output}: wait until it ends, or give another "
+            "model.output",
+        )
 
     def _unlock_directory(self) -> None:
         if self._lock_descriptor is not None:
