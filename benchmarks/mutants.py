@@ -48,6 +48,7 @@ LAWS = (
     "cross_vocabulary",
     "conversation",
     "processors",
+    "grammar",
     "windows",
     "huggingface",
     "layers",

@@ -57,7 +57,7 @@ _OPTIONS = """\
   --ckpt_path FILE      last, best or a checkpoint: fit resumes from it, the others use it
   --name NAME           name of the run's directories; default: the config's, and that of other data
   --save_seconds X      seconds between checkpoints while fit runs (default 60)
-  --seed_everything INT seed of initialization and data order
+  --seed_everything INT seed of initialization and data order (default 0)
   --trainer.KEY VALUE   any argument of Lightning's Trainer, for example --trainer.max_epochs 10
   --model CLASS         training module, for example PairTraining; --model.KEY VALUE sets its
                         arguments

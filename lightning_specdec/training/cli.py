@@ -608,6 +608,8 @@ def quiet_lightning() -> None:
         # A monitored name that no validation logs is a separate error.
         r".*could not find the monitored key in the returned metrics: \['epoch', 'step'\].*",
         r"Found \d+ module\(s\) in eval mode at the start of training.*",
+        # The help names the default.
+        "No seed found, seed set to 0",
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message)
