@@ -53,6 +53,14 @@ def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config("tiny.yaml")
 
 
+def register(name: str, **fields: Any) -> None:
+    """Register a pair that decodes with the tiny checkpoint."""
+    path = Path("configs", "pairs", f"{name}.yaml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pair = {"description": "tiny", "ckpt": "tiny.ckpt", "num_draft_tokens": 2, **fields}
+    path.write_text(yaml.safe_dump(pair))
+
+
 def write_config(path: str, /, **changes: Any) -> None:
     """Write the tiny config with changes; None removes an entry."""
     values = {**TINY, **changes}
@@ -308,3 +316,31 @@ def test_every_shipped_config_can_be_read(path: Path) -> None:
     bench_config = read_config(path)
     assert bench_config.name == path.stem
     assert bench_config.pairs
+
+
+@pytest.mark.parametrize(("own_threads", "expected"), [(None, 2), (1, 1)])
+def test_a_registered_pair_runs_with_its_threads(own_threads: int | None, expected: int) -> None:
+    register("mine", threads=2)
+    register("plain")
+    pairs = {"first": {"pair": "plain"}, "second": {"pair": "mine"}}
+    write_config("tiny.yaml", pairs=pairs, threads=own_threads)
+    document = succeed(*BENCH, "--format", "json").json
+    results = document[0] if isinstance(document, list) else document
+    assert results["manifest"]["threads"] == expected
+
+
+def test_pairs_of_different_threads_need_a_number() -> None:
+    register("mine", threads=2)
+    register("other", threads=1)
+    write_config(
+        "tiny.yaml", pairs={"first": {"pair": "mine"}, "second": {"pair": "other"}}, threads=None
+    )
+    message = refused(*BENCH).err
+    assert "its pairs name different threads (2 and 1)" in message
+    assert "give it `threads:` of its own" in message
+
+
+def test_a_registered_pair_runs_on_its_device() -> None:
+    register("mine", device="cuda:77")
+    write_config("tiny.yaml", pairs={"first": {"pair": "mine"}})
+    assert "no usable device 'cuda:77'" in refused(*BENCH).err

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_specdec.bench.race import Entrant, MeasuredRace
 from lightning_specdec.bench.recommendation import command, pair_values, python_lines
 from lightning_specdec.bench.records import STANDARD
 from lightning_specdec.bench.sweep import MOST_FINALISTS, Sweep
+from lightning_specdec.bench.tournament import Tournament
 from lightning_specdec.bench.ways import Drafting, Engine, Way, draftings
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.kinds import Choice
@@ -235,7 +237,13 @@ AMPLE = 600.0
 """Seconds that no test takes."""
 
 
-def make_sweep(seconds: float, windows: tuple[int | str, ...], **options: Any) -> Sweep:
+def make_sweep(
+    seconds: float,
+    windows: tuple[int | str, ...],
+    *,
+    engines: Sequence[Engine] = (Engine("torch", 1),),
+    **options: Any,
+) -> Sweep:
     source = PairSource(target="models/target", backend="torch")
     decoder = SpeculativeDecoder.load(source)
     kinds = draftings(decoder, source)
@@ -244,7 +252,7 @@ def make_sweep(seconds: float, windows: tuple[int | str, ...], **options: Any) -
         source,
         [[1, 2, 3, 1, 2]],
         DecodingConfig(max_new_tokens=16),
-        engines=[Engine("torch", 1)],
+        engines=engines,
         kinds=kinds,
         windows=windows,
         seconds=seconds,
@@ -268,6 +276,31 @@ def test_a_draft_that_has_to_qualify_is_a_row_and_its_model_is_loaded_last() -> 
     first_heat = steps.index("looking for drafts that may pay")
     assert first_heat < steps.index("loading small")
     assert all(comparison.same_tokens is not False for comparison in standing.comparisons)
+
+
+@pytest.mark.usefixtures("few_turns")
+@pytest.mark.parametrize("best", [0, 1])
+def test_a_draft_has_to_beat_standard_decoding_on_its_own_engine(
+    best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rivals: dict[str, str | None] = {}
+
+    def qualify(self: Tournament, some_rivals: Any, watch: Any = None) -> list[str]:
+        assert all(rival is None or rival in self.live for rival in some_rivals.values())
+        rivals.update(some_rivals)
+        return []
+
+    engines = [Engine("torch", 1), Engine("torch", 2)]
+    sweep = make_sweep(AMPLE, (2,), engines=engines)
+    monkeypatch.setattr(Tournament, "qualify", qualify)
+    monkeypatch.setattr(sweep, "_choose_engines", lambda: [engines[best]])
+    sweep.run()
+
+    exit_rivals = {rival for name, rival in rivals.items() if name.startswith("exit")}
+    suffix_rivals = {rival for name, rival in rivals.items() if name.startswith("suffix")}
+    # None is standard decoding on the first engine, to which every speedup refers.
+    assert exit_rivals == {None if best == 0 else Way(engines[1]).name}
+    assert suffix_rivals != exit_rivals
 
 
 @pytest.mark.usefixtures("few_turns")

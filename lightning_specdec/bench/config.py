@@ -13,6 +13,7 @@ from lightning_specdec.bench.records import HUGGING_FACE
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.kinds import RULES, Choice
 from lightning_specdec.config.models import DraftSource, PairSource, TargetSource
+from lightning_specdec.config.pairs import MOST_THREADS
 from lightning_specdec.config.settings import Settings, plain, setting
 from lightning_specdec.config.yaml_text import read_yaml
 
@@ -30,7 +31,7 @@ class PairEntry(TargetSource):
 
     drafts: Any = field(default_factory=lambda: {OWN: DraftSource()})
 
-    def source(self, draft: str, device: str) -> PairSource:
+    def source(self, draft: str, device: str | None) -> PairSource:
         """The pair with one of its drafts."""
         target_values = dict(vars(self))
         # The benchmark chooses one device for all of its pairs.
@@ -79,9 +80,14 @@ class BenchConfig(Settings):
     repeats: int = setting(5, "timed runs of each case, each with its own seed", minimum=1)
     warmup: int = setting(1, "untimed runs before them", minimum=0)
     seed: int = setting(0, "seed of the first repeat", minimum=0, maximum=2**62)
-    device: str = setting("cpu", "device to run on")
+    device: str | None = setting(
+        None, "device to run on; default: that of the registered pairs, else the CPU"
+    )
     threads: int | None = setting(
-        None, "CPU threads; default: torch's own choice", minimum=1, maximum=1024
+        None,
+        "CPU threads; default: those of the registered pairs, else torch's own choice",
+        minimum=1,
+        maximum=MOST_THREADS,
     )
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_specdec.bench.config import OWN, SHIPPED, BenchConfig
 from lightning_specdec.bench.huggingface import HuggingFace
@@ -21,7 +21,7 @@ from lightning_specdec.bench.results import ResultsWriter
 from lightning_specdec.bench.run_progress import RunProgress
 from lightning_specdec.checkpoints.loading import find_device, load_pair
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.config.models import check_directory
+from lightning_specdec.config.models import DEFAULT_DEVICE, check_directory
 from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.config.terminal import one_line
 from lightning_specdec.data.prompts import (
@@ -39,6 +39,7 @@ from lightning_specdec.models.weights import weights_digest
 from lightning_specdec.rules import make_rule
 
 log = logging.getLogger(__name__)
+Value = TypeVar("Value")
 Prompts = Mapping[str, Sequence[Prompt]]
 """By domain."""
 BY_PAIR = ("pairs", "prompts", "failed_pairs")
@@ -239,7 +240,7 @@ def check_pairs(config: BenchConfig) -> None:
     Raises:
         ValueError or OSError: one of them does not.
     """
-    find_device(config.device)
+    find_device(config.device or DEFAULT_DEVICE)
     if config.prompts not in (OWN, SHIPPED):
         read_prompts(Path(config.prompts).expanduser())
     for pair in config.pairs.values():
@@ -250,6 +251,38 @@ def check_pairs(config: BenchConfig) -> None:
             get_pair(pair.pair)
         else:
             check_directory(pair.target)
+
+
+def with_engine_of_pairs(config: BenchConfig) -> BenchConfig:
+    """The config with the device and the threads that its registered pairs name.
+
+    What the config names itself stays. All pairs of a benchmark run on one device, with one number
+    of threads, so that their figures can be compared.
+
+    Raises:
+        ValueError: two pairs name different ones.
+    """
+    registered = [get_pair(entry.pair) for entry in config.pairs.values() if entry.pair is not None]
+    device = config.device
+    if device is None:
+        device = _shared_value("device", [pair.device for pair in registered]) or DEFAULT_DEVICE
+    threads = config.threads
+    if threads is None:
+        threads = _shared_value("threads", [pair.threads for pair in registered])
+    return replace(config, device=device, threads=threads)
+
+
+def _shared_value(name: str, values: Sequence[Value | None]) -> Value | None:
+    """The value that all pairs with one share; None if none of them has one."""
+    named = [value for value in values if value is not None]
+    different = list(dict.fromkeys(named))
+    if len(different) > 1:
+        listed = " and ".join(str(value) for value in different)
+        raise ValueError(
+            f"its pairs name different {name} ({listed}), and a benchmark runs all of them alike: "
+            f"give it `{name}:` of its own"
+        )
+    return different[0] if different else None
 
 
 def load_bench_pair(name: str, config: BenchConfig) -> BenchPair:

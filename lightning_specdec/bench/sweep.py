@@ -324,6 +324,9 @@ class Sweep:
         lookup = Drafting(LOOKUP_NAME, _TARGET_ALONE)
         entrants = self._load(engine, [lookup], [LOOKUP_WINDOW])
         lookup_name = Way(engine, lookup, LOOKUP_WINDOW).name
+        # A faster engine is no merit of the draft. The first engine's standard decoding is the
+        # one that every speedup refers to.
+        standard_name = None if engine == self.engines[0] else Way(engine).name
         rivals: dict[str, str | None] = {}
         scouts_by_name: dict[str, Scout] = {}
         for scout in scouts:
@@ -339,7 +342,7 @@ class Sweep:
                     continue
                 entrants.append(entrant)
                 scouts_by_name[entrant.way.name] = scout
-                rivals[entrant.way.name] = lookup_name if scout.beats_lookup else None
+                rivals[entrant.way.name] = lookup_name if scout.beats_lookup else standard_name
         if not rivals:
             return []
         seconds = max(0.0, self.seconds_left - end)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_specdec.cli.common import counted, log
 from lightning_specdec.cli.options import Parser, UsageError, chosen
 from lightning_specdec.config.activity import show_activity
+from lightning_specdec.config.models import DEFAULT_DEVICE
 from lightning_specdec.config.pairs import nearest_config, shipped_config
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
@@ -78,7 +79,7 @@ def run(options: Namespace) -> int:
 def _read_configs(settings: BenchSettings) -> list[BenchConfig]:
     """Read and check all configs before the first one is measured."""
     from lightning_specdec.bench.config import read_config
-    from lightning_specdec.bench.run import check_pairs
+    from lightning_specdec.bench.run import check_pairs, with_engine_of_pairs
 
     changes = {} if settings.name is None else {"name": settings.name}
     configs: dict[str, BenchConfig] = {}
@@ -96,7 +97,7 @@ def _read_configs(settings: BenchSettings) -> list[BenchConfig]:
         configs[config.name] = config
     for config in configs.values():
         check_pairs(config)
-    return list(configs.values())
+    return [with_engine_of_pairs(config) for config in configs.values()]
 
 
 def _measure(config: BenchConfig, settings: BenchSettings, all_results: list[Results]) -> None:
@@ -111,7 +112,8 @@ def _measure(config: BenchConfig, settings: BenchSettings, all_results: list[Res
     previous_threads = torch.get_num_threads()
     torch.set_num_threads(config.threads or previous_threads)
     try:
-        run_manifest = manifest(options=settings.to_dict(), device=find_device(config.device))
+        device = find_device(config.device or DEFAULT_DEVICE)
+        run_manifest = manifest(options=settings.to_dict(), device=device)
         with open_results(directory, config, run_manifest) as results:
             # Appended before it is measured: an interrupted run shows what is finished.
             all_results.append(results)

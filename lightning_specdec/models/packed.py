@@ -81,6 +81,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
+        self._is_native = computes_natively(weight.dtype)
         # Plain attributes: a packed tensor is opaque, so it cannot be moved like a parameter.
         self.weight_packed = _pack(weight.detach().contiguous())
         self.bias_plain = None if bias is None else bias.detach().clone()
@@ -89,8 +90,7 @@ class PackedLinear(nn.Module):
         # Inside torch.autocast, other layers return another type than the kernel accepts.
         if inputs.dtype != self.dtype:
             inputs = inputs.to(self.dtype)
-        num_rows = inputs.numel() // self.in_features
-        if num_rows >= MIN_WIDE_ROWS and not computes_natively(self.dtype):
+        if not self._is_native and inputs.numel() >= MIN_WIDE_ROWS * self.in_features:
             return self._in_float32(inputs)
         return _LINEAR(inputs, self.weight_packed, self.bias_plain, *_NO_ACTIVATION)
 
