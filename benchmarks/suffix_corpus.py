@@ -150,7 +150,13 @@ def replay(drafter: LookupDrafter, task: Task, window: int) -> dict[str, Any]:
         while len(text) < end:
             # The target adds the last token.
             largest = min(window, end - len(text) - 1)
-            request = DraftRequest([text], tail, None, may_use_other_texts=True)
+            request = DraftRequest(
+                [text],
+                tail,
+                None,
+                prompt_lengths=[len(turn.prompt)],
+                may_use_other_texts=True,
+            )
             start = time.perf_counter()
             (draft,) = drafter.look_up(state, request, [largest])
             seconds = time.perf_counter() - start

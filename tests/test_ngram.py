@@ -1,4 +1,4 @@
-"""Prompt lookup drafts what followed the last occurrence of the longest suffix.
+"""Prompt lookup drafts what followed an earlier occurrence of the longest suffix.
 
 No token of a text is read or indexed twice.
 """
@@ -25,9 +25,11 @@ def propose(
     state: NGramState,
     texts: Sequence[Sequence[int]],
     windows: Sequence[int],
+    prompt_lengths: Sequence[int] | None = None,
 ) -> Draft:
     tail = last_two_tokens_of(texts, torch.device("cpu"))
-    return drafter.propose(state, DraftRequest(texts, tail, None), windows, Sampling())
+    request = DraftRequest(texts, tail, None, prompt_lengths=prompt_lengths)
+    return drafter.propose(state, request, windows, Sampling())
 
 
 def num_entries(state: NGramState) -> int:
@@ -44,13 +46,14 @@ def drafted(draft: Draft) -> list[list[int]]:
 
 def scan(
     text: Sequence[int],
+    prompt_length: int,
     window: int,
     *,
     max_ngram: int,
     min_ngram: int,
     per_token: int,
 ) -> list[int]:
-    """The definition: search the whole text backwards for every length of suffix."""
+    """The definition: search the whole text for every length of suffix, the longest first."""
     end = len(text)
     for length in range(max_ngram, min_ngram - 1, -1):
         suffix = list(text[end - length :])
@@ -58,13 +61,56 @@ def scan(
             num_draft_tokens = min(window, per_token * length)
         else:
             num_draft_tokens = window
-        for position in range(end - 1, length - 1, -1):
-            if list(text[position - length : position]) == suffix:
-                extended = list(text)
-                for i in range(num_draft_tokens):
-                    extended.append(extended[position + i])
-                return extended[end:]
+        positions = [
+            position
+            for position in range(length, end)
+            if list(text[position - length : position]) == suffix
+        ]
+        if positions:
+            position = choose(
+                text,
+                prompt_length,
+                positions,
+                max_ngram=max_ngram if length == max_ngram else None,
+            )
+            extended = list(text)
+            for i in range(num_draft_tokens):
+                extended.append(extended[position + i])
+            return extended[end:]
     return []
+
+
+def choose(
+    text: Sequence[int],
+    prompt_length: int,
+    positions: Sequence[int],
+    *,
+    max_ngram: int | None,
+) -> int:
+    """The occurrence to copy, of those that end before these positions.
+
+    Args:
+        max_ngram: length of the match if the text before it is compared, too.
+    """
+    is_in_output = positions[-1] > prompt_length
+    usual_position = positions[-1] if is_in_output else positions[0]
+    if max_ngram is None:
+        return usual_position
+
+    compared = positions if len(positions) <= 8 else [*positions[:4], *positions[-4:]]
+    lengths = {position: match_length(text, position, max_ngram + 16) for position in compared}
+    longest = max(lengths.values())
+    if lengths[usual_position] == longest:
+        return usual_position
+    return next(position for position in compared if lengths[position] == longest)
+
+
+def match_length(text: Sequence[int], position: int, most: int) -> int:
+    """How many tokens before a position, of up to `most`, equal the last ones of the text."""
+    for length in range(1, min(most, position) + 1):
+        if text[position - length] != text[len(text) - length]:
+            return length - 1
+    return min(most, position)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -87,27 +133,65 @@ def test_the_growing_index_finds_what_a_scan_of_the_whole_text_finds(
     def some_tokens(num_tokens: int) -> list[int]:
         return [generator.randrange(alphabet_size) for _ in range(num_tokens)]
 
-    texts = [some_tokens(1) for _ in range(3)]
+    texts = [some_tokens(length) for length in (1, 9, 40)]
+    prompt_lengths = [1, 9, 40]
     for _ in range(60):
         windows = [generator.randint(0, 5) for _ in texts]
-        drafts = drafted(propose(drafter, state, texts, windows))
-        for text, window, draft in zip(texts, windows, drafts, strict=True):
+        drafts = drafted(propose(drafter, state, texts, windows, prompt_lengths))
+        for text, length, window, draft in zip(texts, prompt_lengths, windows, drafts, strict=True):
             assert draft == scan(
-                text, window, max_ngram=max_ngram, min_ngram=min_ngram, per_token=per_token
+                text,
+                length,
+                window,
+                max_ngram=max_ngram,
+                min_ngram=min_ngram,
+                per_token=per_token,
             )
             num_matches += bool(draft)
 
         for text in texts:
             text += some_tokens(generator.randint(1, 5))
-        if generator.random() < 0.2:
+        if generator.random() < 0.1:
+            # The next turn of a conversation: all of the text is its prompt.
+            row = generator.randrange(len(texts))
+            prompt_lengths[row] = len(texts[row])
+        if generator.random() < 0.1:
             rows = generator.sample([-1, -1, -1, *range(len(texts))], generator.randint(1, 4))
             state.select(rows)
+            prompt_lengths = [1 if row < 0 else prompt_lengths[row] for row in rows]
             texts = [some_tokens(1) if row < 0 else list(texts[row]) for row in rows]
-        if generator.random() < 0.2:
+        if generator.random() < 0.1:
             cleared_row = generator.randrange(len(texts))
             state.clear([cleared_row])
             texts[cleared_row] = some_tokens(generator.randint(1, 9))
+            prompt_lengths[cleared_row] = len(texts[cleared_row])
     assert num_matches > 2, "hardly anything was compared"
+
+
+def test_a_copy_of_the_prompt_goes_on_where_it_was() -> None:
+    # Both functions have the same lines 2 and 3, and the answer copies the first one.
+    first = [10, 1, 2, 3, 4, 5, 6, 11, 12]
+    second = [20, 1, 2, 3, 4, 5, 6, 21, 22]
+    prompt = [*first, *second, 30]
+    text = [*prompt, 10, 1, 2, 3, 4, 5, 6]
+    drafter = NGramDrafter()
+    draft = propose(drafter, drafter.init_state(1, 99), [text], [2], [len(prompt)])
+    assert drafted(draft) == [[11, 12]]
+
+
+def test_a_copy_begins_with_the_first_occurrence_in_the_prompt() -> None:
+    # A fence opens a block of code, and closes it.
+    fence = 7
+    prompt = [1, fence, 2, 3, 4, fence, 5]
+    drafter = NGramDrafter()
+    text = [*prompt, fence]
+    draft = propose(drafter, drafter.init_state(1, 99), [text], [2], [len(prompt)])
+    assert drafted(draft) == [[2, 3]]
+
+    # What the output has repeated is more likely to be repeated again.
+    text = [*prompt, fence, 8, 9, fence]
+    draft = propose(drafter, drafter.init_state(1, 99), [text], [2], [len(prompt)])
+    assert drafted(draft) == [[8, 9]]
 
 
 class Counted(Sequence[int]):
@@ -144,9 +228,10 @@ def test_a_round_costs_by_its_new_tokens_and_not_by_the_text() -> None:
             text.num_read = 0
             num_entries_before = num_entries(state)
             drafter.propose(state, request, [4], Sampling())
-            # The n-grams of three new tokens, the suffixes, the copied tokens; and the elements
-            # that the tests' shape checker inspects.
-            assert text.num_read <= 3 * 5 + 5 + 4 + 16
+            # The n-grams of three new tokens, the suffixes, the copied tokens; the tokens before
+            # eight occurrences and before the suffix; and the elements that the tests' shape
+            # checker inspects.
+            assert text.num_read <= 3 * 5 + 5 + 4 + 8 * 2 * 16 + 16 + 2 * 16
             assert num_entries(state) - num_entries_before <= 3 * 5
 
 

@@ -226,6 +226,7 @@ class Session:
             wants_logits=self.rule.needs_draft_logits,
             vocab_size=self.target.vocab_size,
             calls=self._executor,
+            prompt_lengths=[row.prompt_length for row in self._batch.rows],
             may_use_other_texts=self._shares_windows,
             fallback_windows=self._plan.fallback_windows(self._batch.rows),
         )

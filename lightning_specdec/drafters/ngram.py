@@ -1,4 +1,4 @@
-"""Prompt lookup: propose the tokens that followed the last occurrence of the current suffix."""
+"""Prompt lookup: propose the tokens that followed an earlier occurrence of the current suffix."""
 
 from __future__ import annotations
 
@@ -36,8 +36,19 @@ class NGramSettings(Settings):
             )
 
 
+MOST_COMPARED = 16
+"""How many tokens before an n-gram decide between its occurrences."""
+MOST_OCCURRENCES = 4
+"""Of an n-gram, as many of its first occurrences and as many of its last ones are compared."""
+
+
 class _NGramIndex:
-    """The n-grams of one row's text, and where each last occurred.
+    """The n-grams of one row's text, and where each of them occurred.
+
+    Of several occurrences, the one with the longest equal text before it is copied: an answer that
+    copies a part of the prompt goes on in this part. If these are equal as well, the first one in
+    the prompt is copied, since copies begin at the beginning; but if the output has the n-gram too,
+    the last one.
 
     An n-gram's key is one integer, with its last token in the highest bits. Tuples as keys would
     keep the garbage collector busy.
@@ -45,25 +56,38 @@ class _NGramIndex:
 
     def __init__(self, settings: NGramSettings) -> None:
         self.settings = settings
+        self.prompt_length = 0
         self.continuations: dict[int, int] = {}
-        """For each n-gram, the position after its last occurrence. The n-grams at the end of the
-        text are not included, because nothing follows them yet."""
+        """For each n-gram, the position after the occurrence that is copied unless another one has
+        a longer equal text before it. The n-grams at the end of the text are not included, because
+        nothing follows them yet."""
+        self.occurrences: dict[int, list[int]] = {}
+        """For each n-gram of `max_ngram` tokens, the positions after some of its occurrences."""
         self.next_end = 1
         """All n-grams that end before this position are included."""
 
-    def propose(self, text: Sequence[int], num_settled: int, window: int) -> Sequence[int]:
+    def propose(
+        self,
+        text: Sequence[int],
+        prompt_length: int,
+        num_settled: int,
+        window: int,
+    ) -> Sequence[int]:
         """Index the text's new tokens, and copy up to `window` tokens from after the match.
 
         Args:
+            prompt_length: tokens at the start of the text that were not generated.
             num_settled: final tokens of the text; n-grams that end later are not indexed.
 
         Returns:
             The draft tokens; none if no suffix of the text has occurred before.
         """
         assert self.next_end <= len(text), "the text became shorter: its row was not cleared"
+        if prompt_length != self.prompt_length:
+            # The next turn of a conversation, whose prompt includes this text.
+            self._start_over(prompt_length)
         for end in range(self.next_end, num_settled):
-            for _, key in self._ngrams(text, end):
-                self.continuations[key] = end
+            self._index(text, end)
         self.next_end = max(self.next_end, num_settled)
 
         match_length, continuation = self._longest_match(text)
@@ -82,21 +106,74 @@ class _NGramIndex:
             tokens += tokens[:num_missing]
         return tokens
 
+    def _start_over(self, prompt_length: int) -> None:
+        self.prompt_length = prompt_length
+        self.continuations.clear()
+        self.occurrences.clear()
+        self.next_end = 1
+
+    def _index(self, text: Sequence[int], end: int) -> None:
+        """Include the n-grams that end before position `end`."""
+        for length, key in self._ngrams(text, end):
+            if end <= self.prompt_length:
+                self.continuations.setdefault(key, end)
+            else:
+                self.continuations[key] = end
+            if length == self.settings.max_ngram:
+                positions = self.occurrences.setdefault(key, [])
+                positions.append(end)
+                if len(positions) > 2 * MOST_OCCURRENCES:
+                    del positions[MOST_OCCURRENCES]
+
     def _longest_match(self, text: Sequence[int]) -> tuple[int, int]:
         """Length of the longest suffix that has occurred before, and the position after it there.
 
-        Both are 0 without a match.
+        Both are 0 without a match. A suffix longer than `max_ngram` counts as one of that length.
         """
         match_length = 0
-        continuation = 0
+        match_key = 0
         for length, key in self._ngrams(text, len(text)):
-            position = self.continuations.get(key)
-            if position is None:
+            if key not in self.continuations:
                 # All longer suffixes end with this one, so they have not occurred either.
                 break
             match_length = length
-            continuation = position
-        return match_length, continuation
+            match_key = key
+        if match_length == 0:
+            return 0, 0
+        if match_length < self.settings.max_ngram:
+            return match_length, self.continuations[match_key]
+        return match_length, self._best_occurrence(text, match_key)
+
+    def _best_occurrence(self, text: Sequence[int], key: int) -> int:
+        """The position after the occurrence with the longest equal text before it."""
+        best_position = self.continuations[key]
+        positions = self.occurrences[key]
+        if len(positions) == 1:
+            return best_position
+
+        longest = self._num_equal_before(text, best_position)
+        for position in positions:
+            num_equal = self._num_equal_before(text, position)
+            if num_equal > longest:
+                best_position = position
+                longest = num_equal
+        return best_position
+
+    def _num_equal_before(self, text: Sequence[int], position: int) -> int:
+        """How many tokens before the n-gram that ends at `position` equal those before the last."""
+        start = position - self.settings.max_ngram
+        last_start = len(text) - self.settings.max_ngram
+        num_compared = min(MOST_COMPARED, start)
+        tokens_before = text[start - num_compared : start]
+        tokens_before_last = text[last_start - num_compared : last_start]
+
+        num_equal = 0
+        pairs = zip(reversed(tokens_before), reversed(tokens_before_last), strict=True)
+        for token, other_token in pairs:
+            if token != other_token:
+                break
+            num_equal += 1
+        return num_equal
 
     def _ngrams(self, text: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
         """Lengths and keys of the n-grams that end before position `end`, shortest first."""
@@ -173,7 +250,7 @@ class LookupDrafter(Drafter, ABC):
 
 
 class NGramDrafter(LookupDrafter):
-    """Copies the tokens that followed the last occurrence of the text's longest known suffix.
+    """Copies the tokens that followed an earlier occurrence of the text's longest known suffix.
 
     Saxena 2023, "Prompt lookup decoding". Needs no model. It searches prompt and output. Short
     matches are wrong most of the time, so they propose few tokens.
@@ -202,7 +279,10 @@ class NGramDrafter(LookupDrafter):
         window: int,
     ) -> Sequence[int]:
         index: _NGramIndex = state.rows[row]
-        return index.propose(request.texts[row], num_final, window)
+        prompt_length = 0
+        if request.prompt_lengths is not None:
+            prompt_length = request.prompt_lengths[row]
+        return index.propose(request.texts[row], prompt_length, num_final, window)
 
 
 def certain(draft_tokens: Sequence[Sequence[int]], device: torch.device) -> Draft:

@@ -364,6 +364,7 @@ class StagedDrafter(Drafter):
             vocab_size=request.vocab_size or model.vocab_size,
             # The larger stage's tokens so far are a draft too.
             committed=request.committed or [len(text) for text in request.texts],
+            prompt_lengths=request.prompt_lengths,
         )
         return proposed(self.smaller, state.smaller, smaller_request, windows, stage_draft.sampling)
 
