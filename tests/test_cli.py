@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import cases
@@ -17,8 +18,11 @@ from lightning_specdec import __version__
 from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.cli.main import VERBS, make_parser
 from lightning_specdec.cli.options import decoding, pair_source
+from lightning_specdec.cli.train import RECIPE_NAMES
 from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.config.kinds import RULES
 from lightning_specdec.drafters import NGramDrafter
+from lightning_specdec.training.draft_recipes import RECIPES
 
 __all__ = ["ckpt", "here", "shipped_run"]
 HEAVY = "{'torch', 'lightning', 'jsonargparse', 'numpy', 'tensorboard'}"
@@ -107,16 +111,39 @@ def test_a_model_is_named_by_its_place_too(here: None) -> None:
         assert getattr(source, field) == model
 
 
-def test_completion_scripts_know_verbs_and_flags() -> None:
-    for shell in ("bash", "zsh", "fish"):
-        script = succeed("--completion", shell).out
-        assert "audit" in script
-        assert "max_new_tokens" in script
-
+def completed(words: Sequence[str]) -> set[str]:
+    """What bash offers for the last of these words."""
+    quoted = " ".join(f"'{word}'" for word in words)
     program = succeed("--completion", "bash").out
-    program += "COMP_WORDS=(lightning_specdec decode --max_new); COMP_CWORD=2\n"
-    program += '_lightning_specdec; echo "${COMPREPLY[@]}"'
-    assert stdout_of(["bash", "-c", program]) == "--max_new_tokens\n"
+    program += f"\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}\n"
+    program += f"_shtab_lightning_specdec lightning_specdec '{words[-1]}'\n"
+    program += 'printf "%s\\n" "${COMPREPLY[@]}"'
+    return set(stdout_of(["bash", "-c", program]).split())
+
+
+def test_a_shell_completes_verbs_flags_and_values(tmp_path: Path) -> None:
+    program = "lightning_specdec"
+    assert completed([program, "dec"]) == {"decode"}
+    assert completed([program, "decode", "--max_new"]) == {"--max_new_tokens"}
+    assert completed([program, "decode", "--rule", ""]) == set(RULES)
+    assert completed([program, "decode", "--drafter", "NGram"]) >= {"NGramDrafter"}
+    assert completed([program, "sweep", "--dtype", "fl"]) == {"float32", "float16", "float64"}
+    assert "smollm2" in completed([program, "chat", "--pair", "s"])
+    assert completed([program, "fit", "--recipe", "e"]) == {"eagle", "exit"}
+    (tmp_path / "some.yaml").touch()
+    assert completed([program, "bench", "--config", f"{tmp_path}/so"]) == {f"{tmp_path}/some.yaml"}
+
+
+def test_recipes_are_completed_as_they_are() -> None:
+    assert tuple(RECIPES) == RECIPE_NAMES
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_know_both_names_of_the_program(shell: str) -> None:
+    script = succeed("--completion", shell).out
+    assert "audit" in script
+    assert "max_new_tokens" in script
+    assert script.rstrip().splitlines()[-1].count("lightning-specdec") == 1
 
 
 def test_a_reader_that_has_gone_causes_no_traceback(ckpt: str) -> None:

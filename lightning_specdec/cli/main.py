@@ -5,6 +5,7 @@ Imports nothing heavy before the verb is known, so `--help` and a misspelled fla
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -120,7 +121,7 @@ def _run(words: list[str]) -> int:
         say(__version__)
         return EXIT_OK
     if verb == "--completion":
-        say(completion(*arguments[:1]))
+        say(_completion(*arguments[:1]))
         return EXIT_OK
     if verb == "help":
         verb = arguments[0]
@@ -202,51 +203,14 @@ def _overview() -> str:
     return "\n".join(lines)
 
 
-def completion(shell: str = "") -> str:
-    """Return a shell's completion script. It completes verbs, then a verb's flags or file names.
+def _completion(shell: str = "") -> str:
+    """The completion script of a shell."""
+    from lightning_specdec.cli.completion import completion
 
-    Raises:
-        UsageError: the shell is not bash, zsh, or fish.
-    """
-    if shell not in ("bash", "zsh", "fish"):
-        raise UsageError(f"--completion takes bash, zsh or fish, got {shell!r}")
-
-    flags: dict[str, list[str]] = {}
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for verb in VERBS:
         if verb in TRAINER_VERBS:
-            # All others belong to Lightning, whose import would take seconds.
-            flags[verb] = ["--config", "--ckpt_path", "--help", "--help_all"]
+            parsers[verb] = _module(verb).parser_of_common_options(verb)
         else:
-            flags[verb] = sorted(make_parser(verb)._option_string_actions)
-
-    if shell == "fish":
-        return _fish_completion(flags)
-    if shell == "zsh":
-        return f"autoload -U +X bashcompinit && bashcompinit\n{_bash_completion(flags)}"
-    return _bash_completion(flags)
-
-
-def _fish_completion(flags: dict[str, list[str]]) -> str:
-    start = "complete -c lightning_specdec -n"
-    lines = [f"{start} __fish_use_subcommand -f -a '{' '.join(flags)}'"]
-    for verb, verb_flags in flags.items():
-        condition = f"'__fish_seen_subcommand_from {verb}'"
-        lines.append(f"{start} {condition} -a '{' '.join(verb_flags)}'")
-    return "\n".join(lines)
-
-
-def _bash_completion(flags: dict[str, list[str]]) -> str:
-    cases = []
-    for verb, verb_flags in flags.items():
-        cases.append(f"    {verb}) words='{' '.join(verb_flags)}' ;;")
-    lines = [
-        "_lightning_specdec() {",
-        f"  local words='{' '.join(flags)}'",
-        '  [ "$COMP_CWORD" -gt 1 ] && case "${COMP_WORDS[1]}" in',
-        *cases,
-        "  esac",
-        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
-        "}",
-        "complete -o default -F _lightning_specdec lightning_specdec lightning-specdec",
-    ]
-    return "\n".join(lines)
+            parsers[verb] = make_parser(verb)
+    return completion(shell, parsers)

@@ -67,8 +67,26 @@ _OPTIONS = """\
   --help_all            every argument of the Trainer (slow: imports it)
   --debug               show the traceback of an error"""
 
+RECIPE_NAMES = ("eagle", "block", "medusa", "exit", "layers", "pair")
+"""Values of --recipe. Importing the recipes themselves takes seconds."""
 _CONFIG_OPTIONS = ("--config", "--model", "--data", "--print_config")
 """Options without any of which a command describes no run."""
+
+
+def parser_of_common_options(verb: str) -> argparse.ArgumentParser:
+    """The options that a shell completes. All others belong to Lightning, which imports slowly."""
+    parser = argparse.ArgumentParser(prog=verb, description=SUMMARIES[verb])
+    parser.add_argument("--config", metavar="FILE", help="YAML file of the run")
+    parser.add_argument("--ckpt_path", metavar="FILE", help="last, best or a checkpoint")
+    parser.add_argument("--name", metavar="NAME", help="name of the run's directories")
+    parser.add_argument("--print_config", action="store_true", help="print the configuration")
+    parser.add_argument("--help_all", action="store_true", help="every argument of the Trainer")
+    if verb == "fit":
+        parser.add_argument("--recipe", choices=RECIPE_NAMES, help="a draft without a YAML file")
+        parser.add_argument("--target", metavar="DIR", help="the target's directory")
+        parser.add_argument("--text", nargs="+", metavar="PATH", help="texts to train on")
+        parser.add_argument("--minutes", type=float, metavar="M", help="duration of the run")
+    return parser
 
 
 def run(verb: str, words: list[str]) -> int:
