@@ -169,7 +169,12 @@ def main() -> None:
     parser.add_argument(
         "--draft", default="checkpoints/smollm2_eagle.safetensors", help="the first draft"
     )
-    parser.add_argument("--minutes", type=float, default=30.0, help="of the training; 3 or more")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=30.0,
+        help="of the training; 0 leaves its length to --fit_options",
+    )
     parser.add_argument("--requests", type=int, default=300, help="that are recorded")
     parser.add_argument("--measured", type=int, default=24, help="requests that are measured")
     parser.add_argument("--turns", type=int, default=2, help="of each draft")
@@ -180,7 +185,7 @@ def main() -> None:
         "--from_scratch", action="store_true", help="train a new head, not the first draft"
     )
     parser.add_argument("--serve_options", default="", help='as "--dtype bfloat16 --threads 2"')
-    parser.add_argument("--fit_options", default="", help='as "--data.batch_size 2"')
+    parser.add_argument("--fit_options", default="", help='as "--trainer.max_steps 20"')
     parser.add_argument("--output", type=Path, help="the record")
     options = parser.parse_args()
 
@@ -360,9 +365,11 @@ def train(
     first_draft: Path,
 ) -> tuple[float, Path]:
     """Train on the records. Returns the seconds that it took, and the file of the new draft."""
-    print(f"training for {options.minutes} minutes", flush=True)
+    print("training on the records", flush=True)
     command = ["fit", "--recipe", "eagle", "--target", str(Path(options.target).absolute())]
-    command += ["--text", str(records), "--minutes", str(options.minutes), "--name", "learned"]
+    command += ["--text", str(records), "--name", "learned"]
+    if options.minutes:
+        command += ["--minutes", str(options.minutes)]
     if not options.from_scratch:
         command += ["--model.draft", str(first_draft)]
     start = time.perf_counter()

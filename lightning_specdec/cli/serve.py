@@ -16,6 +16,7 @@ from lightning_specdec.cli.options import (
     decoding,
     pair_source,
 )
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def run(options: Namespace) -> int:
         if settings.is_public and settings.api_key_env is None:
             log.warning("anyone who reaches %s can use it: consider --api_key_env", address)
         log.info("serving %s at %s/v1, with a chat at %s/", model_name, address, address)
+        # The models are loaded, and what is done from here on has no end to wait for.
+        show_activity("")
         server.run(bound)
     return 0
 
