@@ -129,6 +129,8 @@ def test_the_new_drafter_drafts_as_in_a_session_of_its_own(
         fresh_session = Session(model, second_drafter, **options)
         num_left = row.max_length - len(texts[index])
         fresh = fresh_session.add(texts[index], index=index, max_new_tokens=num_left)
+        # Prompt lookup distinguishes what was generated.
+        fresh.prompt_length = row.prompt_length
         run(fresh_session)
         assert row.rounds[num_rounds[index] :] == fresh.rounds
 
