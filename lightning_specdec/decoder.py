@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 
 from lightning_specdec.checkpoints import checkpoint, load_pair
+from lightning_specdec.checkpoints.checkpoint import DraftOrigin
 from lightning_specdec.checkpoints.loading import wrap_model
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.checks import require_int
@@ -130,6 +131,9 @@ class SpeculativeDecoder:
             number, see `window`.
         drafts: all drafters of the target by name, if there are several; `save` writes them all.
 
+    Attributes:
+        draft_origin: the file of the drafter, if `load` was called with `mapped=False`.
+
     Raises:
         ValueError: the drafter cannot draft for this target, or no drafter has that name or these
             settings.
@@ -159,6 +163,7 @@ class SpeculativeDecoder:
         self.recipe = recipe or {}
         self.drafts = dict(drafts or {})
         self.num_draft_tokens = num_draft_tokens
+        self.draft_origin: DraftOrigin | None = None
         self._reported_templates: set[tuple[str, str]] = set()
         self._ready_target: _Form[LanguageModel] | None = None
         self._ready_drafter: _Form[Drafter] | None = None
@@ -175,6 +180,7 @@ class SpeculativeDecoder:
         num_draft_tokens: WindowChoice | None = None,
         threads: int | None = None,
         pack: bool = True,
+        mapped: bool = True,
     ) -> SpeculativeDecoder:
         """Load the models that a `PairSource` names.
 
@@ -185,6 +191,9 @@ class SpeculativeDecoder:
                 stores; without one, torch's number is left unchanged.
             pack: whether to lay out pretrained weights for this CPU, which makes them faster and
                 unfit for training.
+            mapped: whether a draft file or checkpoint may be used as mapped memory. It must then
+                not be written to as long as the decoder lives. Otherwise the decoder has its
+                `draft_origin`.
 
         Raises:
             FileNotFoundError, ValueError: a model cannot be loaded, exceeds the memory, or does not
@@ -196,10 +205,10 @@ class SpeculativeDecoder:
             require_int("threads", threads, 1, MOST_THREADS)
             # Before the models are loaded: OpenVINO keeps the number that it was compiled with.
             torch.set_num_threads(threads)
-        loaded = load_pair(source, pack=pack)
+        loaded = load_pair(source, pack=pack, mapped=mapped)
         if num_draft_tokens is None:
             num_draft_tokens = loaded.num_draft_tokens or 3
-        return cls(
+        decoder = cls(
             loaded.target,
             loaded.drafter,
             prompts=loaded.prompts,
@@ -207,6 +216,8 @@ class SpeculativeDecoder:
             num_draft_tokens=num_draft_tokens,
             drafts=loaded.drafts if len(loaded.drafts) > 1 else None,
         )
+        decoder.draft_origin = loaded.draft_origin
+        return decoder
 
     @classmethod
     @accepts_fields(PairSource, skip=("ckpt", "pair", *PRETRAINED_ONLY))
@@ -284,6 +295,7 @@ class SpeculativeDecoder:
         decoder = copy(self)
         decoder._lock = self._lock  # both use the target
         decoder.drafter = _as_drafter(drafter, self.target)
+        decoder.draft_origin = None
         return decoder
 
     def with_exit(self, exit_layer: int) -> SpeculativeDecoder:

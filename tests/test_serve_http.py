@@ -47,7 +47,7 @@ def running(decoder: SpeculativeDecoder, **options: Any) -> Iterator[tuple[Serve
         address = f"http://127.0.0.1:{bound.getsockname()[1]}"
         runner = server.runner()
         thread = threading.Thread(target=runner.run, kwargs={"sockets": [bound]})
-        server.engine.start()
+        server.start()
         thread.start()
         try:
             yield server, address

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +130,44 @@ def test_new_text_replaces_the_oldest(
     records.close()
     records.close()
     assert sorted(row[1][0] for row in rows_of(directory)) == [6, 7, 8]
+
+
+def test_answers_are_in_a_file_before_their_shard_is_full(
+    decoder: SpeculativeDecoder, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft is trained while the server runs, so its text must be there by then."""
+    monkeypatch.setattr(recording, "WRITE_SECONDS", 0.02)
+    options: dict[str, Any] = {"temperature": 1.0, "max_bytes": 10**6}
+    records = Recording(directory, decoder.target, **options)
+    for number in range(3, 6):
+        answered(records, number)
+        wait_for_answers(directory, number - 2)
+    assert len(list(rows_of(directory))) == 3
+    (path,) = directory.glob("shard-*")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    # A server that was killed wrote no more than this. The next one leaves its shard.
+    records._answers.put(None)
+    records._thread.join()
+    os.close(records._lock)
+    records = Recording(directory, decoder.target, **options)
+    answered(records, 6)
+    records.close()
+    assert [row[1][0] for row in rows_of(directory)] == [3, 4, 5, 6]
+    _, shards = corpus.open_corpus(directory)
+    numbers = [number for shard in shards for number in shard.prompt_numbers.tolist()]
+    assert numbers == [0, 1, 2, 3]
+
+
+def wait_for_answers(directory: Path, count: int) -> None:
+    """Wait until the manifest, which is written after the answers, counts so many."""
+    end = time.monotonic() + 20
+    num_answers = 0
+    while num_answers != count:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        if (directory / corpus.MANIFEST).exists():
+            num_answers = corpus.read_manifest(directory)["num_prompts"]
 
 
 def test_other_text_and_open_directories_are_refused(

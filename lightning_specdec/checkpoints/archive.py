@@ -84,15 +84,18 @@ def write_document(
         file.write(content)
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read(path: str | os.PathLike[str], *, mapped: bool = True) -> dict[str, Any]:
     """Return the content of a file of either kind.
 
     The document is under `KEY`, the weights are under "state_dict".
 
+    Args:
+        mapped: as of `read_any`.
+
     Raises:
         FileNotFoundError, ValueError: as `read_any`; and for files of another program or version.
     """
-    content = read_weights(path)
+    content = read_weights(path, mapped=mapped)
     document = content.get(KEY)
     if not isinstance(document, dict):
         raise ValueError(_FOREIGN.format(path))
@@ -105,13 +108,16 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
-def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_weights(path: str | os.PathLike[str], *, mapped: bool = True) -> dict[str, Any]:
     """Return the content of any program's file with weights under "state_dict".
+
+    Args:
+        mapped: as of `read_any`.
 
     Raises:
         FileNotFoundError, ValueError: as `read_any`; and for files without such weights.
     """
-    content = read_any(path)
+    content = read_any(path, mapped=mapped)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise ValueError(_FOREIGN.format(path))
     for name, value in content["state_dict"].items():
@@ -129,8 +135,12 @@ def _is_plain_tensor(value: object) -> bool:
     return is_dense and value.untyped_storage().nbytes() >= value.nbytes
 
 
-def read_any(path: str | os.PathLike[str]) -> Any:
+def read_any(path: str | os.PathLike[str], *, mapped: bool = True) -> Any:
     """Return the content of a file that contains only tensors and plain values.
+
+    Args:
+        mapped: whether tensors may stay in the file, as mapped memory. The file must then not be
+            written to as long as they are used.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -143,7 +153,8 @@ def read_any(path: str | os.PathLike[str]) -> Any:
     try:
         with path.open("rb") as file:
             is_archive = file.read(2) == b"PK"
-        content = _read_archive(path) if is_archive else _read_document(path)
+        read_content = _read_archive if is_archive else _read_document
+        content = read_content(path, mapped)
         _check_size(content)
     except pickle.UnpicklingError as error:
         raise ValueError(
@@ -174,12 +185,15 @@ def _damaged(path: Path, error: BaseException) -> ValueError:
     )
 
 
-def _read_document(path: Path) -> dict[str, Any]:
+def _read_document(path: Path, mapped: bool) -> dict[str, Any]:
     """Read a safetensors file."""
     metadata, _ = read_header(path)
     # A longer document is cut, and then is not JSON.
     document = json.loads(metadata[KEY][:_MAX_DOCUMENT_CHARACTERS])
-    weights = safetensors.load_file(path)
+    if mapped:
+        weights = safetensors.load_file(path)
+    else:
+        weights = safetensors.load(path.read_bytes())
 
     if "class" in document:
         # A draft file of format 1 describes its drafter at the top of the document.
@@ -192,7 +206,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     return {KEY: document, "state_dict": weights}
 
 
-def _read_archive(path: Path) -> Any:
+def _read_archive(path: Path, mapped: bool) -> Any:
     """Read a torch archive of tensors and plain values whose checksums are right."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -201,7 +215,7 @@ def _read_archive(path: Path) -> Any:
         if is_compressed or archive.testzip() is not None:
             raise ValueError("its parts are compressed or have wrong checksums")
     # weights_only refuses everything but tensors and plain values before it is built.
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def _check_size(content: object) -> None:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning_specdec.checkpoints.networks import FLOATS, build, check_parts, s
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, Kinds
+from lightning_specdec.config.models import PairSource
 from lightning_specdec.config.settings import check
 from lightning_specdec.config.terminal import one_line, short
 from lightning_specdec.decoding.requests import check_prompt
@@ -50,6 +52,24 @@ _SMALLEST_SCALE = 1e-30
 _MAX_NAME_LENGTH = 80
 
 
+@dataclass(frozen=True)
+class DraftOrigin:
+    """The file that a drafter was read from, which may have another content later.
+
+    Args:
+        source: the names of the models, without that of a pair.
+        path: the file.
+        sha256: of the content that was read.
+        target_digest: the `stored_target_digest` of the target that the content has; None if the
+            target is elsewhere.
+    """
+
+    source: PairSource
+    path: Path
+    sha256: str
+    target_digest: str | None
+
+
 @dataclass
 class LoadedPair:
     """A target and its drafter, loaded from a file or by their names.
@@ -64,6 +84,8 @@ class LoadedPair:
         num_draft_tokens: draft tokens per round that the pair recommends; None without a
             recommendation.
         reference: identifies a target that is not in the file; None if it is.
+        draft_origin: the file of the drafter; None unless `load_pair` was called with
+            `mapped=False`, or if there is no single file.
     """
 
     make_target: Callable[[], LanguageModel]
@@ -74,6 +96,7 @@ class LoadedPair:
     tokenizer: str | None = None
     num_draft_tokens: int | str | None = None
     reference: TargetReference | None = None
+    draft_origin: DraftOrigin | None = None
 
     @cached_property
     def target(self) -> LanguageModel:
@@ -234,6 +257,7 @@ def load(
     target: str | LanguageModel | None = None,
     adapter: str | None = None,
     drafter: str | None = None,
+    mapped: bool = True,
 ) -> LoadedPair:
     """Build the networks that a file describes, with its weights.
 
@@ -242,12 +266,14 @@ def load(
         adapter: an adapter to merge into that target; the recorded one when None.
         drafter: import path of your own drafter class. A file that names an import path is read
             only if it is this one.
+        mapped: whether the networks may use the file as mapped memory, so that it must not be
+            written to.
 
     Raises:
         FileNotFoundError, ValueError: as `archive.read`; and for descriptions out of range or
             weights that do not fit.
     """
-    content = read(path)
+    content = read(path, mapped=mapped)
     try:
         return _build_pair(content, str(path), target, adapter, drafter)
     except BROKEN as error:
@@ -308,7 +334,7 @@ def _build_pair(
         found_target = reference.load(target, path, adapter=adapter)
         for drafter in drafts.values():
             drafter.check_target(found_target)
-            _check_end_tokens(drafter, found_target)
+            check_end_tokens(drafter, found_target)
         return found_target
 
     return LoadedPair(
@@ -323,7 +349,7 @@ def _build_pair(
     )
 
 
-def _check_end_tokens(drafter: Drafter, target: LanguageModel) -> None:
+def check_end_tokens(drafter: Drafter, target: LanguageModel) -> None:
     """Raise ValueError if a reduced draft vocabulary lacks a token that ends the target's texts."""
     end_tokens: list[int] = []
     if target.tokenizer is not None:
@@ -332,6 +358,23 @@ def _check_end_tokens(drafter: Drafter, target: LanguageModel) -> None:
         vocabulary: Any = getattr(module, "draft_vocabulary", None)
         if vocabulary is not None:
             vocabulary.check_has(end_tokens, "tokens that end a text")
+
+
+def stored_target_digest(path: Path) -> str | None:
+    """Return a sha256 of the target that a file contains; None if the target is elsewhere.
+
+    Raises:
+        FileNotFoundError, ValueError: as `archive.read`.
+    """
+    content = read(path, mapped=False)
+    if reference_of(content) is not None:
+        return None
+    digest = sha256(json.dumps(content[KEY].get("target"), sort_keys=True).encode())
+    for name, value in sorted(content["state_dict"].items()):
+        if name.startswith(TARGET):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def reference_of(content: Mapping[str, Any]) -> TargetReference | None:

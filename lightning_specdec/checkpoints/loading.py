@@ -12,9 +12,18 @@ import torch
 from torch import nn
 
 from lightning_specdec.checkpoints import runs
-from lightning_specdec.checkpoints.checkpoint import MAIN, LoadedPair, is_draft_for, load
+from lightning_specdec.checkpoints.checkpoint import (
+    MAIN,
+    DraftOrigin,
+    LoadedPair,
+    check_end_tokens,
+    is_draft_for,
+    load,
+    stored_target_digest,
+)
 from lightning_specdec.checkpoints.engine_heads import is_head, read_head
 from lightning_specdec.checkpoints.target_reference import dtype_of
+from lightning_specdec.config.files import file_sha256
 from lightning_specdec.config.hub import NotFoundError, is_gguf
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.memory import peak_bytes, require_memory
@@ -63,6 +72,7 @@ def load_pair(
     *,
     target: LanguageModel | None = None,
     pack: bool = True,
+    mapped: bool = True,
 ) -> LoadedPair:
     """Load the target and the drafter that a source names.
 
@@ -77,6 +87,8 @@ def load_pair(
         target: the target of that name, if it is already loaded.
         pack: whether weights of pretrained models are laid out for this processor (CPU), which is
             faster but only for inference.
+        mapped: whether a draft file or checkpoint may be used as mapped memory. It must then not
+            be written to. Otherwise the pair has its `draft_origin`.
 
     Raises:
         FileNotFoundError, ValueError: a model cannot be loaded, or the models do not fit the memory
@@ -84,16 +96,18 @@ def load_pair(
     """
     if source.pair is None:
         find_device(source.chosen_device)
-        if source.ckpt is not None:
-            return _load_file(source, target)
-        return _load_pretrained(source, target, pack)
+        # Before the file is read: content that comes later counts as another one.
+        draft_origin = None if mapped else _draft_origin(source)
+        loaded = _load_named(source, target, pack=pack, mapped=mapped)
+        loaded.draft_origin = draft_origin
+        return loaded
 
     # A named pair fills in the models and settings that the source leaves open.
     pair = get_pair(source.pair)
     find_device(source.device or pair.device or source.chosen_device)
     completed = _without_foreign_draft(pair, pair.complete(source))
     try:
-        loaded = load_pair(completed, target=target, pack=pack)
+        loaded = load_pair(completed, target=target, pack=pack, mapped=mapped)
     except NotFoundError as error:
         # Either model may be the one that the Hub did not return.
         models = pair.models_without_copy
@@ -108,6 +122,60 @@ def load_pair(
     if source.draft is None or loaded.num_draft_tokens is None:
         loaded.num_draft_tokens = pair.num_draft_tokens
     return loaded
+
+
+def _load_named(
+    source: PairSource,
+    target: LanguageModel | None,
+    *,
+    pack: bool,
+    mapped: bool,
+) -> LoadedPair:
+    """As `load_pair`, of a source that names no pair."""
+    if source.ckpt is not None:
+        return _load_file(source, target, mapped)
+    return _load_pretrained(source, target, pack, mapped)
+
+
+def _draft_origin(source: PairSource) -> DraftOrigin | None:
+    """The file that a source's drafter is read from; None if it comes from no single file.
+
+    Of a directory of runs, it is the checkpoint that is loaded now.
+    """
+    name = source.draft if source.ckpt is None else source.ckpt
+    if not isinstance(name, str):
+        return None
+    path = Path(name).expanduser()
+    if is_run(path):
+        path = runs.find(path)
+    if not path.is_file() or is_gguf(path):
+        return None
+
+    sha256 = file_sha256(path)
+    if source.ckpt is None:
+        return DraftOrigin(source.changed(draft=str(path)), path, sha256, None)
+    source = source.changed(ckpt=str(path))
+    return DraftOrigin(source, path, sha256, stored_target_digest(path))
+
+
+def load_draft(origin: DraftOrigin, target: LanguageModel) -> Drafter:
+    """Load a drafter again whose file has changed.
+
+    Args:
+        origin: where the drafter was read from before.
+        target: the target in use, as it was loaded.
+
+    Raises:
+        FileNotFoundError, ValueError: the file cannot be read, or has a drafter of another target.
+    """
+    is_checkpoint = origin.source.ckpt is not None
+    if is_checkpoint and stored_target_digest(origin.path) != origin.target_digest:
+        raise ValueError(f"{origin.path} has another target now: start again to use it")
+    loaded = _load_named(origin.source, target, pack=True, mapped=False)
+    if is_checkpoint and loaded.reference is not None:
+        loaded.reference.check(target, str(origin.path))
+        check_end_tokens(loaded.drafter, target)
+    return loaded.drafter
 
 
 def _without_foreign_draft(pair: Pair, source: PairSource) -> PairSource:
@@ -157,12 +225,16 @@ def _in_backend(model: LanguageModel, source: PairSource) -> LanguageModel:
     return loading.in_backend(model, source.backend)
 
 
-def _load_file(source: PairSource, target: LanguageModel | None) -> LoadedPair:
+def _load_file(source: PairSource, target: LanguageModel | None, mapped: bool) -> LoadedPair:
     """Load a checkpoint or draft file, `source.ckpt`."""
     choice = source.drafter
     trusted_class = None if choice is None else choice.name
     loaded = load(
-        str(source.ckpt), target=source.target, adapter=source.adapter, drafter=trusted_class
+        str(source.ckpt),
+        target=source.target,
+        adapter=source.adapter,
+        drafter=trusted_class,
+        mapped=mapped,
     )
 
     dtype = None if source.dtype is None else getattr(torch, source.dtype)
@@ -208,7 +280,7 @@ def _set_tokenizer(target: LanguageModel, name: str, source: PairSource) -> None
     target.vocabulary = target.tokenizer.vocabulary
 
 
-def _load_pretrained(source: PairSource, target: Any, pack: bool) -> LoadedPair:
+def _load_pretrained(source: PairSource, target: Any, pack: bool, mapped: bool) -> LoadedPair:
     """Load a pretrained target, with a draft model, a draft file, a drafter or no draft."""
     if target is None:
         target = wrap_model(source.target)
@@ -235,7 +307,7 @@ def _load_pretrained(source: PairSource, target: Any, pack: bool) -> LoadedPair:
     choice = source.drafter
     recipe: dict[str, Any] = {}
     if isinstance(draft, str):
-        trained_draft = _load_trained_draft(Path(draft).expanduser(), source, target)
+        trained_draft = _load_trained_draft(Path(draft).expanduser(), source, target, mapped)
         draft = trained_draft.drafter
         recipe = trained_draft.recipe
         choice = trained_draft.choice
@@ -296,14 +368,19 @@ class _TrainedDraft:
     choice: Choice | None
 
 
-def _load_trained_draft(path: Path, source: PairSource, target: LanguageModel) -> _TrainedDraft:
+def _load_trained_draft(
+    path: Path,
+    source: PairSource,
+    target: LanguageModel,
+    mapped: bool,
+) -> _TrainedDraft:
     """Load a draft file or a directory with a head, for this target."""
     choice = source.drafter
     if is_run(path):
         path = runs.find(path)
     if path.is_file():
         trusted_class = None if choice is None else choice.name
-        loaded = load(path, target=target, drafter=trusted_class)
+        loaded = load(path, target=target, drafter=trusted_class, mapped=mapped)
         # The first use of the target checks that the draft was trained for it.
         assert loaded.target is target
         drafter = loaded.drafter

@@ -151,8 +151,17 @@ def load_prompts(
     return _encode_prompts(decoder, prompts, settings)
 
 
-def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
-    """Load the target and its drafter, and set the number of CPU threads."""
+def load_decoder(
+    options: Namespace,
+    source: PairSource,
+    *,
+    mapped: bool = True,
+) -> SpeculativeDecoder:
+    """Load the target and its drafter, and set the number of CPU threads.
+
+    Args:
+        mapped: as of `SpeculativeDecoder.load`.
+    """
     from lightning_specdec.checkpoints import runs
     from lightning_specdec.decoder import SpeculativeDecoder
 
@@ -161,7 +170,7 @@ def load_decoder(options: Namespace, source: PairSource) -> SpeculativeDecoder:
     if source.drafter is not None:
         source = source.changed(drafter=typed(source.drafter, "drafter"))
     num_threads = getattr(options, "threads", None)
-    decoder = SpeculativeDecoder.load(source, threads=num_threads)
+    decoder = SpeculativeDecoder.load(source, threads=num_threads, mapped=mapped)
     pair_threads = None if source.pair is None else get_pair(source.pair).threads
     if num_threads is None and pair_threads is None:
         _choose_threads(decoder)

@@ -16,6 +16,7 @@ from lightning_specdec.cli.options import (
     decoding,
     pair_source,
 )
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C. SIGHUP loads the draft again."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"the server needs {', '.join(missing)}: install lightning_specdec[serve]")
@@ -54,7 +55,8 @@ def run(options: Namespace) -> int:
 
     # The port is checked before the models are loaded, which may take minutes.
     with bind(settings) as bound:
-        decoder = load_decoder(options, source)
+        # The file of the draft may be replaced or written to while it is in use.
+        decoder = load_decoder(options, source, mapped=False)
         model_name = settings.model_name or _name_of(source)
         server = make_server(decoder, config, settings, model_name=model_name)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -64,6 +66,8 @@ def run(options: Namespace) -> int:
         if settings.is_public and settings.api_key_env is None:
             log.warning("anyone who reaches %s can use it: consider --api_key_env", address)
         log.info("serving %s at %s/v1, with a chat at %s/", model_name, address, address)
+        # The models are loaded, and what is done from here on has no end to wait for.
+        show_activity("")
         server.run(bound)
     return 0
 

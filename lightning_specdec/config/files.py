@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
@@ -15,6 +16,12 @@ from typing import IO, NamedTuple
 def cache_home() -> Path:
     """The cache directory: `lightning_specdec` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_specdec"
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -78,6 +78,7 @@ class Batch:
     ) -> None:
         self.target = target
         self.drafter = drafter
+        self.timer = timer
         self.device = target.device
         self.own_sampling = own_sampling
         self.num_slots = num_slots
@@ -93,14 +94,44 @@ class Batch:
     def enter(self, row: Request, slot: int) -> None:
         """Put a row into a free slot, with noise that continues that of its earlier turns."""
         self.rows[slot] = row
-        if row.seed is None:
-            return
+        if row.seed is not None:
+            self._write_noise(slot, row.seed)
+
+    def _write_noise(self, slot: int, seed: int) -> None:
+        """Write the random numbers of a row, from its first new token on."""
         if self.noise is None:
             self.noise = self._new_noise()
-        num_positions = row.num_drawn + row.remaining
-        table = noise_table(row.seed, row.index, num_positions)
+        row = self.rows[slot]
+        num_positions = row.num_drawn + row.max_length - row.prompt_length
+        table = noise_table(seed, row.index, num_positions)
         unused = table[row.num_drawn :]
         self.noise[slot, : len(unused)] = unused.to(self.device)
+
+    def replace_drafter(self, drafter: Drafter) -> None:
+        """Draft with another drafter from the next round on, which reads all texts again.
+
+        If its state cannot be made, nothing has changed.
+        """
+        draft_state = drafter.init_state(len(self.rows), self.num_slots, self.target_context)
+        check_state(drafter, draft_state)
+        previous_drafter = self.drafter
+        self.drafter = drafter
+        self.draft_state = draft_state
+
+        if drafter.inside_target or drafter.features(self.target):
+            # It learns from the target's calls, which it has to see from the first token on.
+            self.target_state.clear(range(len(self.rows)))
+        self.target_state.forget_calls(list(previous_drafter.modules()))
+        self.executor = make_executor(
+            self.target_state, self.target.vocab_size, self.timer, drafter
+        )
+
+        for slot, row in enumerate(self.rows):
+            # The previous drafter may have needed no random numbers for a greedy row.
+            if row.live and row.seed is None and drafter.needs_noise(row.sampling):
+                assert row.settings is not None
+                row.seed = row.settings.seed
+                self._write_noise(slot, row.seed)
 
     def _new_noise(self) -> Float[Tensor, "B S 3"]:
         """Room for the random numbers of all rows."""

@@ -30,7 +30,7 @@ from lightning_specdec.decoding.requests import (
 from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
 from lightning_specdec.decoding.timing import PhaseTimer, peak_memory_bytes
 from lightning_specdec.decoding.verification import Events, Verification
-from lightning_specdec.decoding.windows import Plan, as_window
+from lightning_specdec.decoding.windows import Outcome, Plan, Window, as_window
 from lightning_specdec.drafters import Draft, Drafter, DraftRequest, DraftState
 from lightning_specdec.drafters.known_tokens import draft_around
 from lightning_specdec.drafters.layout import pad, verified_positions, with_draft_tokens
@@ -62,6 +62,10 @@ class Session:
         max_length: most tokens of a row, prompt and new tokens together.
         batch_size: rows to allocate memory for at first; it grows in powers of two.
 
+    Attributes:
+        outcomes: what became of the draft tokens of each live row, in the round whose events
+            `step` has returned.
+
     Raises:
         ValueError: the drafter cannot draft for this target or this rule, or a setting is wrong.
     """
@@ -88,7 +92,7 @@ class Session:
         self.max_length = require_int("max_length", max_length, 2)
         # The settings are checked once here, and again for each row that changes some.
         self._own_settings = RowSettings.of(config, target)
-        self._check_drafter()
+        self._check_drafter(drafter)
 
         self.device = target.device
         self.timer = PhaseTimer(self.device)
@@ -96,7 +100,8 @@ class Session:
         self.num_draft_calls = 0
 
         # The target reads draft tokens after the text: at most a window and the token before it.
-        num_slots = max_length + self.window.largest + 1
+        self._largest_window = self.window.largest
+        num_slots = max_length + self._largest_window + 1
         self._batch = Batch(
             target,
             drafter,
@@ -109,18 +114,19 @@ class Session:
         self._verification = Verification(self.rule, target.vocab_size)
         self._features = tuple(drafter.features(target))
 
-        self._shares_windows = True
-        self._plan = self._new_plan(self._own_settings.sampling)
+        self._shares_windows = self._may_share_windows(self._own_settings.sampling)
+        self._plan = self._new_plan()
 
         self._added: dict[Request, None] = {}
         self._next_index = 0
         self._pending_events: Events = []
+        self.outcomes: list[Outcome] = []
 
-    def _check_drafter(self) -> None:
-        self.drafter.check_target(self.target)
-        if self.rule.needs_draft_logits and not self.drafter.gives_logits:
+    def _check_drafter(self, drafter: Drafter) -> None:
+        drafter.check_target(self.target)
+        if self.rule.needs_draft_logits and not drafter.gives_logits:
             rule_name = type(self.rule).__name__
-            drafter_name = type(self.drafter).__name__
+            drafter_name = type(drafter).__name__
             raise ValueError(
                 f"{rule_name} compares the draft's logits, and {drafter_name} has none: use "
                 "another rule"
@@ -131,14 +137,16 @@ class Session:
         """The states of the target and of the drafter, for all slots. Read them only."""
         return self._batch.target_state, self._batch.draft_state
 
-    def _new_plan(self, sampling: Sampling) -> Plan:
-        """A plan of windows for rows with this sampling.
+    def _may_share_windows(self, sampling: Sampling) -> bool:
+        """Whether rows with this sampling may share their windows.
 
-        Under some rules the output depends on where rounds begin, so rows may not share their
-        windows.
+        Under some rules the output depends on where rounds begin.
         """
         is_certain = self.rule.lossless and sampling.greedy
-        self._shares_windows = self.rule.ignores_windows or is_certain
+        return self.rule.ignores_windows or is_certain
+
+    def _new_plan(self) -> Plan:
+        """A plan of windows that has learned nothing yet."""
         plan = self.window.plan(jointly=self._shares_windows)
         if self._executor.is_recorded:
             plan.keep_to_measured()
@@ -200,6 +208,7 @@ class Session:
         executor.finish_round()
         executor.lap("draft")
 
+        self.outcomes = outcomes
         self._plan.learn(outcomes)
         executor.lap("rest")
         return events
@@ -230,8 +239,9 @@ class Session:
             may_use_other_texts=self._shares_windows,
             fallback_windows=self._plan.fallback_windows(self._batch.rows),
         )
+        forced_tokens = self._forced_tokens(windows)
         draft = draft_around(
-            self._forced_tokens(windows),
+            forced_tokens,
             self.drafter,
             self._batch.draft_state,
             self._batch.target_context,
@@ -239,6 +249,7 @@ class Session:
             windows,
             sampling,
         )
+        draft.forced = [bool(tokens) for tokens in forced_tokens]
         self.num_draft_calls += draft.num_calls
         return self._plan.adjust(draft, windows)
 
@@ -393,6 +404,48 @@ class Session:
         self._enter(next_row, slot)
         return next_row
 
+    @torch.inference_mode()
+    def replace_drafter(
+        self,
+        drafter: Drafter,
+        num_draft_tokens: int | Window | None = None,
+    ) -> None:
+        """Draft with another drafter from the next round on, in running rows too.
+
+        Rows keep their texts and random numbers. So with `ExactMatch`, and at temperature 0 under
+        every lossless rule, their tokens are the same as without the change. With
+        `RejectionSampling` they have the same distribution. The new drafter reads the texts again;
+        if it is inside the target, so does the target. What an adaptive window has learned of the
+        previous drafter is forgotten.
+
+        Args:
+            drafter: proposes draft tokens from now on.
+            num_draft_tokens: an integer or a `Window`, up to the largest one that the session
+                began with; unchanged when None.
+
+        Raises:
+            ValueError: the drafter cannot draft for this target, this rule, or a running row; or
+                the window is too large. The previous drafter then stays.
+        """
+        window = self.window if num_draft_tokens is None else as_window(num_draft_tokens)
+        if window.largest > self._largest_window:
+            raise ValueError(
+                f"{window.largest} draft tokens exceed the {self._largest_window} that the session "
+                "has room for: request fewer, or open another session"
+            )
+        self._check_drafter(drafter)
+        for row in self.live:
+            max_new_tokens = row.max_length - row.prompt_length
+            check_context(row.prompt_length, max_new_tokens, self.target, drafter)
+
+        self._finish_pipelined_round()
+        self._batch.replace_drafter(drafter)
+        self.drafter = drafter
+        self.window = window
+        self._executor = self._batch.executor
+        self._features = tuple(drafter.features(self.target))
+        self._plan = self._new_plan()
+
     def _row_settings(self, changes: dict[str, Any]) -> RowSettings:
         """The session's settings of a row, with these changes."""
         for name in ("num_draft_tokens", "rule"):
@@ -441,9 +494,10 @@ class Session:
         )
 
     def _enter(self, row: Request, slot: int) -> None:
-        if self._shares_windows and not row.sampling.greedy and not self.rule.ignores_windows:
+        if self._shares_windows and not self._may_share_windows(row.sampling):
             # Until now every row was certain, whatever its windows.
-            self._plan = self._new_plan(row.sampling)
+            self._shares_windows = False
+            self._plan = self._new_plan()
         self._batch.enter(row, slot)
         self._added[row] = None
         self._next_index = max(self._next_index, row.index + 1)

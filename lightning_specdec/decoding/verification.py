@@ -180,7 +180,8 @@ class Verification:
         num_draft_tokens = draft.tokens.shape[1]
         has_lengths = draft.lengths is not None
         copied = draft.copied or [False] * len(rows)
-        for row, window, row_values, is_copied in zip(rows, windows, values, copied, strict=True):
+        forced = draft.forced or [False] * len(rows)
+        for slot, (row, window, row_values) in enumerate(zip(rows, windows, values, strict=True)):
             if not row.live:
                 accepted_counts.append(0)
                 continue
@@ -198,13 +199,22 @@ class Verification:
                 top_logprobs=verdict.top_logprobs(row.num_top_logprobs),
             )
             events.append((row, added))
-            if len(added) > verdict.num_accepted:
-                num_made = len(verdict.drafted)
-                outcomes.append(Outcome(row, window, num_made, verdict.num_accepted, is_copied))
-            else:
+            outcome = Outcome(
+                row,
+                window,
+                len(verdict.drafted),
+                verdict.num_accepted,
+                is_copied=copied[slot],
+                is_forced=forced[slot],
+                num_requested=window,
+            )
+            if len(added) <= verdict.num_accepted:
                 # Nothing is learned from tokens after a stop: the next turn uses their random
                 # numbers.
-                outcomes.append(Outcome(row, len(added), len(added), len(added), is_copied))
+                outcome.window = len(added)
+                outcome.num_made = len(added)
+                outcome.num_accepted = len(added)
+            outcomes.append(outcome)
         return events, outcomes, accepted_counts
 
     def _unpack(

@@ -109,6 +109,9 @@ class Outcome:
 
     Args:
         is_copied: whether the lookup of a drafter with a fallback made them.
+        is_forced: whether they follow from a grammar, without a drafter.
+        num_requested: draft tokens that the plan requested. It exceeds `window` if the text ended
+            within the draft tokens, since nothing is learned from those after the end.
     """
 
     row: Request
@@ -116,6 +119,8 @@ class Outcome:
     num_made: int
     num_accepted: int
     is_copied: bool = False
+    is_forced: bool = False
+    num_requested: int = 0
 
 
 class Plan(ABC):

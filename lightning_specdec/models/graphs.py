@@ -43,9 +43,11 @@ class GraphCache:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._recordings: dict[tuple[Hashable, Any], _Recording] = {}
         self._buffers: dict[Hashable, Tensor] = {}
         self._fixed_addresses: set[int] = set()
+        # Tensors of forgotten recordings, whose addresses nothing else may get.
+        self._retired: list[Tensor | None] = []
         # Calls and marks of the current round (None between rounds), and of the last one.
         self._round: list[Any] | None = None
         self._last_round: list[Any] = []
@@ -82,6 +84,22 @@ class GraphCache:
         if self._has_run(recording):
             return recording.outputs
         return recording.replay(inputs)
+
+    def forget(self, owners: Sequence[object]) -> None:
+        """Drop the recordings whose keys begin with one of these objects, between two rounds.
+
+        The memory of what they compute with is free again, except for their inputs and outputs.
+        """
+        if self.device.type == "cuda":
+            # A graph that still runs must not be freed.
+            torch.cuda.synchronize(self.device)
+        self._last_round = []
+        owner_ids = {id(owner) for owner in owners}
+        for full_key, recording in list(self._recordings.items()):
+            key, _ = full_key
+            if isinstance(key, tuple) and id(key[0]) in owner_ids:
+                self._retired += [*recording.inputs, *recording.outputs]
+                del self._recordings[full_key]
 
     def begin(self, *, repeated: bool) -> None:
         """Begin a round.

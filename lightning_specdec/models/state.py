@@ -148,6 +148,9 @@ class DecodeState(ABC):
         self.consumed = _clear_lengths(self.consumed, rows)
         self.committed = _clear_lengths(self.committed, rows)
 
+    def forget_calls(self, owners: Sequence[object]) -> None:  # noqa: B027
+        """Drop what was recorded of the calls of these objects, such as a drafter's networks."""
+
     def save_row(self, row: int, length: int) -> RowCopy | None:
         """A copy of what a row keeps of its first `length` tokens.
 
@@ -471,6 +474,12 @@ class StoragePool:
                 del self._idle[i:]
                 return
 
+    def forget_calls(self, owners: Sequence[object]) -> None:
+        """As of `DecodeState`, in all idle storages."""
+        for storage in self._idle:
+            if storage.graphs is not None:
+                storage.graphs.forget(owners)
+
     def __deepcopy__(self, memo: object) -> StoragePool:
         return StoragePool()  # calls are recorded with this model's weights
 
@@ -562,6 +571,12 @@ class KVState(DecodeState):
         super().clear(rows)
         for buffer in self.storage.buffers():
             buffer[list(rows)] = 0  # a request that ended in NaN must not poison the next one
+
+    def forget_calls(self, owners: Sequence[object]) -> None:
+        if self.storage.graphs is not None:
+            self.storage.graphs.forget(owners)
+        if self._pool is not None:
+            self._pool.forget_calls(owners)
 
     def save_row(self, row: int, length: int) -> RowCopy:
         return RowCopy(length, self.storage.save_row(row, length))

@@ -49,6 +49,8 @@ class Draft:
             computed them.
         copied: for each row, whether the lookup of a drafter with a fallback made its tokens; None
             for other drafters.
+        forced: for each row, whether its tokens follow from a grammar, without a drafter; None if
+            none do.
     """
 
     tokens: Int[Tensor, "B K"]
@@ -58,6 +60,7 @@ class Draft:
     num_calls: int = 0
     exit_states: ExitStates | None = None
     copied: Sequence[bool] | None = None
+    forced: Sequence[bool] | None = None
 
 
 @dataclass

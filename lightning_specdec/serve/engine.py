@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,10 @@ from lightning_specdec.decoding.requests import (
     check_context,
     check_prompt,
 )
+from lightning_specdec.decoding.windows import Outcome, Window
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.serve.memory import try_drafter
 from lightning_specdec.serve.prefix_cache import PrefixCache
 
 log = logging.getLogger(__name__)
@@ -103,6 +106,39 @@ class Generation:
     has_tokens: bool = False
 
 
+@dataclass(frozen=True)
+class DraftName:
+    """What a drafter is called in metrics and messages.
+
+    Args:
+        label: the first digits of the sha256 of its file; its kind if it has no file.
+        kind: the name of its class.
+    """
+
+    label: str
+    kind: str
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == self.label else f"{self.kind} {self.label}"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A drafter that is to draft from the next round on.
+
+    Args:
+        drafter: as it will draft: fused.
+        name: what it is called.
+        num_draft_tokens: the window; None for the present one.
+        done: gets a result once it drafts, or the reason why it does not.
+    """
+
+    drafter: Drafter
+    name: DraftName
+    num_draft_tokens: int | Window | None = None
+    done: Future[None] = field(default_factory=Future)
+
+
 class EngineObserver:
     """Told what the engine does, by its thread. Does nothing; metrics derive from it."""
 
@@ -111,6 +147,12 @@ class EngineObserver:
 
     def round(self, row: Request, num_new: int) -> None:
         """A row was part of a round and got new tokens."""
+
+    def drafted(self, outcome: Outcome) -> None:
+        """What became of a row's draft tokens in a round; called after `round` for all rows."""
+
+    def replaced(self, drafter: DraftName) -> None:
+        """Another drafter drafts from the next round on."""
 
     def answered(self, generation: Generation, row: Request) -> None:
         """A generation has its whole answer, which a stop or the limit of its tokens ended."""
@@ -132,6 +174,14 @@ class Observers(EngineObserver):
     def round(self, row: Request, num_new: int) -> None:
         for observer in self.observers:
             observer.round(row, num_new)
+
+    def drafted(self, outcome: Outcome) -> None:
+        for observer in self.observers:
+            observer.drafted(outcome)
+
+    def replaced(self, drafter: DraftName) -> None:
+        for observer in self.observers:
+            observer.replaced(drafter)
 
     def answered(self, generation: Generation, row: Request) -> None:
         for observer in self.observers:
@@ -188,6 +238,7 @@ class Engine:
         self._waiting: deque[Generation] = deque()
         self._num_live = 0
         self._deadline: float | None = None
+        self._replacement: Replacement | None = None
 
         # Only the engine's thread uses the session and its rows.
         self._live: dict[Request, Generation] = {}
@@ -258,6 +309,20 @@ class Engine:
         if was_waiting:
             self.observer.ended(generation, "cancelled")
 
+    def replace_drafter(self, replacement: Replacement) -> None:
+        """Draft with another drafter from the next round on. Running requests go on.
+
+        A replacement that has not begun is given up for this one.
+        """
+        with self._condition:
+            superseded = self._replacement
+            self._replacement = replacement
+            self._condition.notify()
+        if superseded is not None:
+            superseded.done.cancel()
+        if not self.is_running:
+            self._give_up_replacement()
+
     def begin_shutdown(self, seconds: float) -> None:
         """Refuse what waits and what comes. What is being decoded has some seconds to finish."""
         with self._condition:
@@ -276,18 +341,20 @@ class Engine:
         try:
             while self._await_work():
                 self._end_cancelled()
+                self._replace_drafter()
                 self._admit_waiting()
                 self._decode_round()
         finally:
             # Empty unless something failed that no round can recover from.
             self.begin_shutdown(0)
+            self._give_up_replacement()
             self._refuse_waiting()
             self._fail_all(INTERNAL_ERROR)
 
     def _await_work(self) -> bool:
         """Wait until there is something to decode. Returns False at the end."""
         with self._condition:
-            while not self._waiting and not self._live and self._deadline is None:
+            while not self._has_work:
                 self._condition.wait()
             if self._deadline is None:
                 return True
@@ -297,6 +364,61 @@ class Engine:
         if not has_time:
             self._fail_all(SHUTTING_DOWN)
         return bool(self._live)
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether something is to be done, or the end has come."""
+        has_requests = bool(self._waiting or self._live)
+        return has_requests or self._replacement is not None or self._deadline is not None
+
+    def _replace_drafter(self) -> None:
+        """Let the drafter that waits draft from the next round on, if one does and if it can."""
+        with self._condition:
+            replacement = self._replacement
+            self._replacement = None
+        if replacement is None or not replacement.done.set_running_or_notify_cancel():
+            return
+
+        drafter = replacement.drafter
+        config = self.config
+        if replacement.num_draft_tokens is not None:
+            config = config.changed(num_draft_tokens=replacement.num_draft_tokens)
+        try:
+            self._check_context_of(drafter)
+            try_drafter(
+                self.target,
+                drafter,
+                config,
+                max_length=self.max_length,
+                max_batch_size=self.max_batch_size,
+            )
+            self._session.replace_drafter(drafter, replacement.num_draft_tokens)
+        except Exception as error:  # whatever is wrong with it, the present drafter goes on
+            replacement.done.set_exception(error)
+            return
+
+        self.drafter = drafter
+        self.config = config
+        # The states in the cache were saved with the previous drafter.
+        self._cache = PrefixCache(self._cache.capacity)
+        self.observer.replaced(replacement.name)
+        replacement.done.set_result(None)
+
+    def _check_context_of(self, drafter: Drafter) -> None:
+        # The last token of an answer is not read.
+        limit = drafter.max_positions
+        if limit is not None and limit + 1 < self.max_length:
+            raise ValueError(
+                f"its context of {limit} tokens is too short for requests of {self.max_length}"
+            )
+
+    def _give_up_replacement(self) -> None:
+        """Refuse a replacement, since the engine has ended."""
+        with self._condition:
+            replacement = self._replacement
+            self._replacement = None
+        if replacement is not None:
+            replacement.done.cancel()
 
     def _refuse_waiting(self) -> None:
         """End what waits in the queue."""
@@ -355,6 +477,8 @@ class Engine:
             return
         for row, tokens in events:
             self._report(row, tokens)
+        for outcome in self._session.outcomes if events else ():
+            self.observer.drafted(outcome)
 
     def _report(self, row: Request, tokens: list[int]) -> None:
         """Pass a row's new tokens on."""

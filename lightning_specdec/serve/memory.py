@@ -39,3 +39,39 @@ def check_memory(
             f"{gigabytes(available)} are free on {device}: lower --max_batch_size, --max_length, "
             "or --prefix_cache_megabytes"
         )
+
+
+def try_drafter(
+    target: LanguageModel,
+    drafter: Drafter,
+    config: DecodingConfig,
+    *,
+    max_length: int,
+    max_batch_size: int,
+) -> None:
+    """Decode a few tokens with a drafter that is about to draft for a running server.
+
+    Raises:
+        ValueError: the states that a full batch needs of it do not fit the memory that is free.
+            Those of the drafter that it replaces are not free yet.
+    """
+    config = config.changed(eos=None, stop=())
+    # The trial must leave nothing in what the drafter remembers of requests.
+    session = Session(target, drafter.fresh(), config, max_length=max_length)
+    # Enough for the round that reads the prompt, for a whole draft, and for a draft after a draft.
+    num_new = 2 * session.window.largest + 3
+    row = session.add([0], max_new_tokens=max(1, min(num_new, max_length - 1)))
+    while row.live:
+        session.step()
+
+    target_state, draft_state = session.states
+    # The drafter's state may refer to that of the target.
+    row_bytes = state_bytes(target_state, draft_state) - state_bytes(target_state)
+    needed = int(GROWTH * max_batch_size * row_bytes)
+    device = str(target.device)
+    available = available_bytes(device)
+    if available is not None and needed > available:
+        raise ValueError(
+            f"its states for {max_batch_size} requests of {max_length} tokens need "
+            f"{gigabytes(needed)}, but {gigabytes(available)} are free on {device}"
+        )

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
 from lightning_specdec.decoding import Request
-from lightning_specdec.serve.engine import Engine, EngineObserver, Generation
+from lightning_specdec.decoding.windows import Outcome
+from lightning_specdec.serve.engine import DraftName, Engine, EngineObserver, Generation
 
 PREFIX = "lightning_specdec"
 SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Upper ends of the buckets of waiting times."""
+SWAP_OUTCOMES = ("swapped", "swapped_back", "refused")
+"""What may become of a changed file of the draft."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 """Upper ends of the buckets of acceptance lengths."""
 
 
 class Metrics(EngineObserver):
-    """What the server counts, in a registry per server: a process may hold several."""
+    """What the server counts, in a registry per server: a process may hold several.
+
+    Args:
+        draft: the draft that the server begins with.
+    """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self) -> None:
+    def __init__(self, draft: DraftName) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             f"{PREFIX}_requests", "HTTP requests", ["path", "status"], registry=registry
@@ -54,6 +61,29 @@ class Metrics(EngineObserver):
             buckets=LENGTHS,
             registry=registry,
         )
+        self.swaps = Counter(
+            f"{PREFIX}_draft_swaps",
+            "drafts that were swapped in, swapped back, or refused",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in SWAP_OUTCOMES:
+            self.swaps.labels(outcome)
+        self._draft = draft
+        self._draft_info = Info(f"{PREFIX}_draft", "the draft in use", registry=registry)
+        self.draft_rounds = Counter(
+            f"{PREFIX}_rounds_by_draft",
+            "rounds of a request in which the draft itself made the draft tokens",
+            ["draft"],
+            registry=registry,
+        )
+        self.draft_accepted = Counter(
+            f"{PREFIX}_accepted_tokens_by_draft",
+            "accepted draft tokens of these rounds",
+            ["draft"],
+            registry=registry,
+        )
+        self.replaced(draft)
         self.first_token_seconds = Histogram(
             f"{PREFIX}_time_to_first_token_seconds",
             "seconds from a request to its first token, waiting included",
@@ -85,6 +115,15 @@ class Metrics(EngineObserver):
             self.draft_tokens.labels(position).inc()
         for position in range(last_round.num_accepted):
             self.accepted_tokens.labels(position).inc()
+
+    def drafted(self, outcome: Outcome) -> None:
+        if outcome.num_requested and not (outcome.is_forced or outcome.is_copied):
+            self.draft_rounds.labels(self._draft.label).inc()
+            self.draft_accepted.labels(self._draft.label).inc(outcome.num_accepted)
+
+    def replaced(self, drafter: DraftName) -> None:
+        self._draft = drafter
+        self._draft_info.info({"draft": drafter.label, "kind": drafter.kind})
 
     def ended(self, generation: Generation, reason: str) -> None:
         self.generations.labels(reason).inc()

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from lightning_specdec.serve.engine import EngineObserver, Generation
 log = logging.getLogger("lightning_specdec")
 
 SHARD_TOKENS = 2**16
-"""Tokens after which a shard is written."""
+"""Tokens of a shard, after which the next one begins."""
+WRITE_SECONDS = 30.0
+"""Longest time until an answer is in a file, so that a draft can be trained while the server runs.
+"""
 OWNER_ONLY = 0o077
 """The bits of a file's mode that let others than its owner in."""
 
@@ -75,9 +79,13 @@ class Recording(EngineObserver):
 
         # What the engine hands over; None ends the thread.
         self._answers: queue.SimpleQueue[corpus.GeneratedRow | None] = queue.SimpleQueue()
-        # Rows that are not written yet, which only the thread uses.
+        # Only the thread uses what follows: the rows of the present shard, how many of them its
+        # file has, its number once it has a file, and the time at which the others are due.
         self._rows: list[corpus.GeneratedRow] = []
+        self._num_written = 0
         self._num_tokens = 0
+        self._shard: int | None = None
+        self._due: float | None = None
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
@@ -115,35 +123,63 @@ class Recording(EngineObserver):
 
     def _run(self) -> None:
         while True:
-            answer = self._answers.get()
+            timeout = None
+            if self._due is not None:
+                timeout = max(0.0, self._due - time.monotonic())
+            try:
+                answer = self._answers.get(timeout=timeout)
+            except queue.Empty:
+                self._write()
+                continue
             if answer is None:
                 self._write()
                 return
-            # Rows of one prompt share its number. Here each request counts as another prompt.
-            prompt_number = self._manifest["num_prompts"] + len(self._rows)
-            self._rows.append(answer._replace(prompt_number=prompt_number))
-            self._num_tokens += len(answer.prompt) + len(answer.tokens)
+            self._add(answer)
             if self._num_tokens >= SHARD_TOKENS:
                 self._write()
+                self._begin_shard()
+
+    def _add(self, answer: corpus.GeneratedRow) -> None:
+        """Add an answer to the present shard."""
+        # Rows of one prompt share its number. Here each request counts as another prompt.
+        num_unwritten = len(self._rows) - self._num_written
+        prompt_number = self._manifest["num_prompts"] + num_unwritten
+        self._rows.append(answer._replace(prompt_number=prompt_number))
+        self._num_tokens += len(answer.prompt) + len(answer.tokens)
+        if self._due is None:
+            self._due = time.monotonic() + WRITE_SECONDS
+
+    def _begin_shard(self) -> None:
+        self._rows = []
+        self._num_written = 0
+        self._num_tokens = 0
+        self._shard = None
 
     def _write(self) -> None:
-        """Write a shard and the manifest. A disk that is full loses the text, and no request."""
-        rows = self._rows
-        self._rows = []
-        self._num_tokens = 0
-        if not rows:
+        """Write the shard so far and the manifest.
+
+        A disk that is full loses the new text, and no request.
+        """
+        self._due = None
+        num_new = len(self._rows) - self._num_written
+        if num_new == 0:
             return
         manifest = self._manifest
-        number = manifest["next_shard"]
+        number = manifest["next_shard"] if self._shard is None else self._shard
         try:
-            corpus.write_shard(self.directory, number, rows, manifest["vocab_size"])
+            corpus.write_shard(self.directory, number, self._rows, manifest["vocab_size"])
             corpus.shard_path(self.directory, number).chmod(0o600)
-            manifest["num_prompts"] += len(rows)
+            manifest["num_prompts"] += num_new
             manifest["num_shards"] = max(manifest["num_shards"], number + 1)
+            # Should this server be killed, the next one leaves what is written.
             manifest["next_shard"] = (number + 1) % self._max_shards
             corpus.write_manifest(self.directory, manifest)
         except (OSError, ValueError) as error:
-            log.warning("the records lost %d answers: %s", len(rows), error)
+            log.warning("the records lost %d answers: %s", num_new, error)
+            del self._rows[self._num_written :]
+            return
+        self._shard = number
+        self._num_written = len(self._rows)
 
 
 def _new_manifest(target: LanguageModel) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import errno
 import logging
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,10 @@ from starlette.applications import Starlette
 
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoder import SpeculativeDecoder
+from lightning_specdec.decoding import AdaptiveWindow
 from lightning_specdec.serve.app import make_app
+from lightning_specdec.serve.draft_comparison import DraftTrial
+from lightning_specdec.serve.draft_updates import DraftUpdates, draft_name
 from lightning_specdec.serve.engine import Engine, EngineObserver, Observers
 from lightning_specdec.serve.memory import check_memory
 from lightning_specdec.serve.metrics import Metrics
@@ -37,25 +41,44 @@ class Server:
         engine: decodes; not started yet.
         app: answers requests.
         settings: where it listens.
+        updates: swaps the draft if its file changes.
         recording: keeps requests and answers; None if nothing does.
     """
 
     engine: Engine
     app: Starlette
     settings: ServeSettings
+    updates: DraftUpdates
     recording: Recording | None = None
 
     def run(self, bound: socket.socket) -> None:
-        """Serve until SIGTERM or Ctrl-C. What runs then has `SHUTDOWN_SECONDS` to finish."""
+        """Serve until SIGTERM or Ctrl-C. What runs then has `SHUTDOWN_SECONDS` to finish.
+
+        SIGHUP, where there is one, has the file of the draft looked at.
+        """
         runner = self.runner()
         # uvicorn raises the signal again after it has stopped, which ended well by then.
-        previous_handler = signal.signal(signal.SIGTERM, _do_nothing)
+        handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: _do_nothing}
+        if hasattr(signal, "SIGHUP"):
+            handlers[signal.SIGHUP] = self._look_at_draft
+        previous_handlers = {}
+        for number, handler in handlers.items():
+            previous_handlers[number] = signal.signal(number, handler)
         try:
-            self.engine.start()
+            self.start()
             runner.run(sockets=[bound])
         finally:
-            signal.signal(signal.SIGTERM, previous_handler)
+            for number, previous_handler in previous_handlers.items():
+                signal.signal(number, previous_handler)
             self.stop()
+
+    def _look_at_draft(self, number: int, frame: FrameType | None) -> None:
+        self.updates.request()
+
+    def start(self) -> None:
+        """Begin to decode, and to watch the file of the draft."""
+        self.engine.start()
+        self.updates.start()
 
     def runner(self) -> uvicorn.Server:
         """What runs the application."""
@@ -74,6 +97,7 @@ class Server:
         """End the engine, if it still runs."""
         self.engine.begin_shutdown(0)
         self.engine.join(SHUTDOWN_SECONDS)
+        self.updates.close()
         if self.recording is not None:
             self.recording.close()
 
@@ -117,8 +141,8 @@ def make_server(
     if tokenizer is None:
         raise ValueError("the target has no tokenizer, so it cannot serve text: use `decode`")
     api_key = settings.api_key()
-    config = decoder.config(config)
-    config = config.changed(num_draft_tokens=decoder.window(config))
+    requested_config = decoder.config(config)
+    config = requested_config.changed(num_draft_tokens=decoder.window(requested_config))
 
     target, drafter = decoder.ready()
     limits = (target.max_positions, drafter.max_positions)
@@ -136,9 +160,17 @@ def make_server(
         max_batch_size=settings.max_batch_size,
         cache_bytes=settings.prefix_cache_megabytes * 2**20,
     )
-    metrics = Metrics()
+    origin = decoder.draft_origin
+    name = draft_name(drafter, None if origin is None else origin.sha256)
+    metrics = Metrics(name)
+    trial = DraftTrial(
+        name,
+        first_token_only=isinstance(config.num_draft_tokens, AdaptiveWindow),
+        # A trial can end only while the server runs.
+        report=lambda comparison: updates.judged(comparison),
+    )
     recording = None
-    observer: EngineObserver = metrics
+    observers: list[EngineObserver] = [metrics, trial]
     if settings.record is not None:
         recording = Recording(
             Path(settings.record).expanduser(),
@@ -146,7 +178,7 @@ def make_server(
             temperature=config.temperature,
             max_bytes=settings.record_megabytes * 2**20,
         )
-        observer = Observers(metrics, recording)
+        observers.append(recording)
     engine = Engine(
         target,
         drafter,
@@ -155,12 +187,21 @@ def make_server(
         max_batch_size=settings.max_batch_size,
         max_queue=settings.max_queue,
         cache_bytes=settings.prefix_cache_megabytes * 2**20,
-        observer=observer,
+        observer=Observers(*observers),
+    )
+    updates = DraftUpdates(
+        engine,
+        origin,
+        decoder.target,
+        requested_config,
+        seconds=settings.reload_seconds,
+        trial=trial,
+        metrics=metrics,
     )
     metrics.watch(engine)
     service = Service(engine, tokenizer, model_name=model_name, records=recording is not None)
     app = make_app(service, metrics, settings, api_key)
-    return Server(engine, app, settings, recording)
+    return Server(engine, app, settings, updates, recording)
 
 
 def bind(settings: ServeSettings) -> socket.socket:

@@ -56,6 +56,13 @@ class ServeSettings(Settings):
     record_megabytes: int = setting(
         256, "size of the records; new ones replace the oldest", minimum=1, maximum=MAX_TOKENS
     )
+    reload_seconds: float = setting(
+        5.0,
+        "how often to look whether the file of the draft has changed, to swap the new draft in "
+        "while requests run; 0 looks on SIGHUP only",
+        minimum=0,
+        maximum=86400,
+    )
 
     @property
     def is_public(self) -> bool:

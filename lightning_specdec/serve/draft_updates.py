@@ -1,0 +1,325 @@
+"""Swaps a draft whose file has changed into the running server, and a worse one out again.
+
+A thread looks at the file, reads it, and prepares the draft, while the engine's thread goes on
+with its rounds. The engine then replaces its drafter between two of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_specdec.checkpoints.checkpoint import DraftOrigin
+from lightning_specdec.checkpoints.loading import load_draft
+from lightning_specdec.config.decoding import DecodingConfig
+from lightning_specdec.config.files import file_sha256
+from lightning_specdec.config.terminal import one_line
+from lightning_specdec.decoding import AdaptiveWindow, Window
+from lightning_specdec.decoding.calibration import fingerprint, stored
+from lightning_specdec.drafters import Drafter, NGramWithFallback
+from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.base import eval_copy
+from lightning_specdec.serve.draft_comparison import Comparison, DraftTrial
+from lightning_specdec.serve.engine import DraftName, Engine, Replacement
+from lightning_specdec.serve.metrics import Metrics
+
+log = logging.getLogger("lightning_specdec")
+
+SETTLE_SECONDS = 1.0
+"""Time for which a file must not change before it is read: it may still be written."""
+CLOSE_SECONDS = 10.0
+"""Time that reading a file may still take when the server ends."""
+LABEL_DIGITS = 12
+"""Digits of a sha256 in names of drafts."""
+
+Stamp = tuple[int, int, int, int]
+"""What differs if a file was replaced or written to: device, inode, size, modification time."""
+
+
+def file_stamp(path: Path) -> Stamp | None:
+    """The present stamp of a file; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def draft_name(drafter: Drafter, sha256: str | None) -> DraftName:
+    """The name of a drafter whose file has that sha256; None if it has no file."""
+    kind = type(drafter).__name__
+    return DraftName(kind if sha256 is None else sha256[:LABEL_DIGITS], kind)
+
+
+@dataclass(frozen=True)
+class LiveDraft:
+    """A drafter that drafts for the server, or has done so.
+
+    Args:
+        drafter: as it drafts.
+        window: its draft tokens per round.
+        sha256: of its file.
+        name: what it is called.
+    """
+
+    drafter: Drafter
+    window: int | Window
+    sha256: str
+    name: DraftName
+
+
+class DraftUpdates:
+    """Watches the file of the draft.
+
+    - A changed file that does not change any more is loaded and checked, and its draft is swapped
+      in. If it cannot be, one line says why, and the present draft goes on.
+    - A new draft whose acceptance is proven lower than that of the one before it is swapped back,
+      see `DraftTrial`. The same content is not tried again.
+
+    Args:
+        engine: what the draft drafts for.
+        origin: the file of the draft; None if it comes from no single file.
+        target: the target as it was loaded.
+        config: of the engine, as it was before the window was chosen.
+        seconds: time between two looks at the file; 0 for looks that are requested only.
+        trial: records the drafts, and reports to `judged`.
+        metrics: counters.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        origin: DraftOrigin | None,
+        target: LanguageModel,
+        config: DecodingConfig,
+        *,
+        seconds: float,
+        trial: DraftTrial,
+        metrics: Metrics,
+    ) -> None:
+        self._engine = engine
+        self._origin = origin
+        self._target = target
+        self._config = config
+        self._seconds = seconds
+        self._trial = trial
+        self._metrics = metrics
+        # Calls for the thread, None to end it. A signal handler may put one.
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+
+        # Only the thread uses what follows.
+        self._swapped_back: set[str] = set()
+        self._drafts: dict[DraftName, LiveDraft] = {}
+        # The file may have changed since it was read, so the first look compares its content.
+        self._seen: Stamp | None = None
+        sha256 = "" if origin is None else origin.sha256
+        self._live = LiveDraft(
+            engine.drafter, engine.config.num_draft_tokens, sha256, trial.current.name
+        )
+        self._drafts[self._live.name] = self._live
+        self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def request(self) -> None:
+        """Look at the file now, even if it seems unchanged. Signal handlers may call it."""
+        self._calls.put(self._look_on_request)
+
+    def judged(self, comparison: Comparison | None) -> None:
+        """Receive the result of a trial, from any thread."""
+        self._calls.put(lambda: self._end_trial(comparison))
+
+    def close(self) -> None:
+        """End the thread, after the engine has ended."""
+        self._is_closed.set()
+        self._calls.put(None)
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    # The thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                call = self._calls.get(timeout=self._seconds or None)
+            except queue.Empty:
+                call = self._look_at_change
+            if call is None:
+                return
+            try:
+                call()
+            except Exception:  # a fault of ours must not end later updates
+                log.exception("the draft could not be updated")
+
+    def _look_at_change(self) -> None:
+        """Swap the draft if its file has changed since the last look."""
+        if self._origin is None:
+            return
+        stamp = file_stamp(self._origin.path)
+        # A file that is gone is probably being replaced.
+        if stamp is not None and stamp != self._seen:
+            self._update(self._origin)
+
+    def _look_on_request(self) -> None:
+        """Swap the draft if its file has another content, or say why not."""
+        if self._origin is None:
+            log.warning("the draft comes from no single file, so there is nothing to load")
+            return
+        if not self._update(self._origin):
+            log.info("the draft %s stays", self._live.name)
+
+    def _update(self, origin: DraftOrigin) -> bool:
+        """Swap in the draft that is in the file now. Returns whether it is another one.
+
+        A file that changes while it is read is read again.
+        """
+        while True:
+            stamp = self._settled_stamp(origin.path)
+            if stamp is None:
+                return False
+            self._seen = stamp
+            try:
+                sha256 = file_sha256(origin.path)
+                is_new = self._is_new(origin.path, sha256)
+                drafter = load_draft(origin, self._target) if is_new else None
+            except Exception as error:  # whatever is wrong with a file, the server goes on
+                if file_stamp(origin.path) != stamp:
+                    continue
+                self._refuse(origin.path, error)
+                return False
+            if file_stamp(origin.path) == stamp:
+                break
+        if drafter is None:
+            return False
+        return self._swap_in(origin.path, drafter, sha256)
+
+    def _settled_stamp(self, path: Path) -> Stamp | None:
+        """Wait until a file does not change; None if it is gone, or if the server ends."""
+        stamp = file_stamp(path)
+        if stamp is None:
+            log.warning("there is no file %s now: the draft %s stays", path, self._live.name)
+            return None
+        while not self._is_closed.wait(SETTLE_SECONDS):
+            previous_stamp = stamp
+            stamp = file_stamp(path)
+            if stamp is None or stamp == previous_stamp:
+                return stamp
+        return None
+
+    def _is_new(self, path: Path, sha256: str) -> bool:
+        """Whether a content is another draft than the present one, and may be tried."""
+        if sha256 == self._live.sha256:
+            return False
+        if sha256 in self._swapped_back:
+            log.warning(
+                "%s holds the draft %s, which was swapped back before: it is not tried again",
+                path,
+                sha256[:LABEL_DIGITS],
+            )
+            return False
+        return True
+
+    def _refuse(self, path: Path, error: BaseException) -> None:
+        self._metrics.swaps.labels("refused").inc()
+        reason = one_line(error) or type(error).__name__
+        log.warning("%s is not used, and the draft %s stays: %s", path, self._live.name, reason)
+
+    def _swap_in(self, path: Path, drafter: Drafter, sha256: str) -> bool:
+        """Let a loaded draft draft from now on. Returns whether it does."""
+        try:
+            drafter = self._prepared(drafter)
+            window = self._window_of(drafter)
+        except Exception as error:  # whatever is wrong with a draft, the server goes on
+            self._refuse(path, error)
+            return False
+
+        draft = LiveDraft(drafter, window, sha256, draft_name(drafter, sha256))
+        previous = self._live
+        if not self._replace(draft, path):
+            return False
+        self._metrics.swaps.labels("swapped").inc()
+        log.info("the draft %s takes the place of %s", draft.name, previous.name)
+        return True
+
+    def _prepared(self, drafter: Drafter) -> Drafter:
+        """A loaded draft in the form that drafts."""
+        fused = eval_copy(drafter).fused(self._engine.target)
+        present = self._engine.drafter
+        if isinstance(present, NGramWithFallback) and isinstance(fused, NGramWithFallback):
+            # The lookup keeps what it remembers of earlier requests.
+            return type(fused)(present.lookup, fused.fallback)
+        return fused
+
+    def _window_of(self, drafter: Drafter) -> int | Window:
+        """The draft tokens per round: those of the present draft, or by the costs of the new one.
+
+        Raises:
+            ValueError: its costs are not known, and measuring them would take time from requests.
+        """
+        is_adaptive = isinstance(self._live.window, AdaptiveWindow)
+        if not is_adaptive or fingerprint(drafter) == fingerprint(self._engine.drafter):
+            return self._live.window
+        calibration = stored(self._engine.target, drafter, self._config)
+        if calibration is None:
+            raise ValueError(
+                "the costs of a draft of these sizes were never measured here, as "
+                "--num_draft_tokens auto requires: start the server again"
+            )
+        return AdaptiveWindow(calibration)
+
+    def _replace(self, draft: LiveDraft, path: Path) -> bool:
+        """Replace the engine's drafter. Returns whether it could be."""
+        replacement = Replacement(draft.drafter, draft.name, draft.window)
+        self._engine.replace_drafter(replacement)
+        try:
+            replacement.done.result()
+        except CancelledError:
+            # The server ends.
+            return False
+        except Exception as error:  # whatever is wrong with a draft, the server goes on
+            self._refuse(path, error)
+            return False
+        self._live = draft
+        self._drafts[draft.name] = draft
+        self._forget_others()
+        return True
+
+    def _forget_others(self) -> None:
+        """Free the drafts that are neither in use nor compared with the one in use."""
+        names = {self._live.name}
+        previous = self._trial.previous
+        if previous is not None:
+            names.add(previous.name)
+        self._drafts = {name: draft for name, draft in self._drafts.items() if name in names}
+
+    def _end_trial(self, comparison: Comparison | None) -> None:
+        """Keep the new draft, or swap back a worse one."""
+        if comparison is None:
+            log.info("the draft %s stays: it predicts as well as the one before", self._live.name)
+        elif comparison.name != self._live.name:
+            # It was replaced in the meantime.
+            return
+        elif comparison.is_better:
+            log.info("the draft %s stays: %s", comparison.name, comparison)
+        else:
+            self._swap_back(comparison)
+        self._forget_others()
+
+    def _swap_back(self, comparison: Comparison) -> None:
+        assert self._origin is not None
+        worse = self._live
+        previous = self._drafts[comparison.previous_name]
+        self._swapped_back.add(worse.sha256)
+        if self._replace(previous, self._origin.path):
+            self._metrics.swaps.labels("swapped_back").inc()
+            log.warning(
+                "the draft %s is swapped back for %s: %s", worse.name, previous.name, comparison
+            )
