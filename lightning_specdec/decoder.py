@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
 import torch
@@ -64,7 +65,7 @@ Config = DecodingConfig | None
 WindowChoice = int | str | Window
 """Draft tokens per round: a number, "auto" for the fastest on this machine, or a `Window`."""
 AnyDrafter = Drafter | LanguageModel | torch.nn.Module | str | Mapping[str, Any] | None
-"""A drafter, a draft model, the name of a drafter class, or a name with its settings."""
+"""A drafter, a draft model, a path of one, or the name of a drafter class with its settings."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ class SpeculativeDecoder:
         target: the model whose output is wanted: a `LanguageModel`, or a causal language model of
             transformers.
         drafter: proposes draft tokens. Pass a `Drafter`, a draft model (it is wrapped in a
-            `ModelDrafter`), or the name or import path of a drafter class, with settings as
+            `ModelDrafter`), the path of a draft file or of a draft model's directory, or the name
+            or import path of a drafter class, with settings as
             `{"class_path": NAME, "init_args": {...}}`. None selects prompt lookup (`NGramDrafter`).
         tokenizer: the target's tokenizer (ours or of transformers), if the target has none yet.
         prompts: held-out prompts as tokens. `benchmark`, `sweep` and `audit` use them by default.
@@ -853,5 +855,8 @@ def _as_drafter(drafter: AnyDrafter, target: LanguageModel) -> Drafter:
     if isinstance(drafter, Drafter):
         drafter.check_target(target)
         return drafter
+    if isinstance(drafter, str) and Path(drafter).expanduser().exists():
+        source = PairSource(target=target, draft=drafter)
+        return load_pair(source, target=target, pack=False).drafter
     choice = Choice.read(drafter, "drafter")
     return DRAFTERS.load(choice.name).for_target(target, **choice.settings)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cli_fixtures import call, refused, succeed
 from test_adapters import write_adapter
 from tiny_models import write_drafts, write_text_model
@@ -142,11 +143,16 @@ def test_the_fastest_is_saved_as_a_pair_that_decodes_by_its_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     target = str(home / "target")
-    outcome = succeed("sweep", "--target", target, *BRIEF, "--prompt", "the cat", "--save", "mine")
-    assert "saved in configs/pairs/mine.yaml: --pair mine" in outcome.out
+    arguments = ("--target", target, *BRIEF, "--prompt", "the cat", "--threads", "1")
+    outcome = succeed("sweep", *arguments, "--save", "mine")
+    assert "saved in configs/pairs/mine.yaml: --pair mine (in this directory)" in outcome.out
     assert isinstance(SpeculativeDecoder.from_pair("mine").num_draft_tokens, int)
     succeed("decode", "--pair", "mine", "--prompt", "the cat", "--repeats", "0")
     refused("sweep", "--target", target, "--save", "mine", message="there is a pair mine already")
+
+    # What the user chose is a part of the answer, and of the printed command.
+    assert "--threads 1" in outcome.out
+    assert yaml.safe_load(Path("configs/pairs/mine.yaml").read_text())["threads"] == 1
 
     succeed("sweep", "--ckpt", RNN, "--device", "cpu", *BRIEF, "--save", "recurrent")
     assert "device: cpu" in (tmp_path / "configs/pairs/recurrent.yaml").read_text()

@@ -103,7 +103,10 @@ class MeasureSettings(Settings):
     batch_size: int = setting(1, "prompts decoded together", minimum=1, maximum=MAX_TOKENS)
     ignore_eos: bool = setting(False, "do not stop at EOS: no token ends a row")
     threads: int | None = setting(
-        None, "CPU threads; default: 1 for small models", minimum=1, maximum=1024
+        None,
+        "CPU threads; default: 1 for models of less than a million parameters, else torch's choice",
+        minimum=1,
+        maximum=1024,
     )
 
 

@@ -116,7 +116,7 @@ def run(options: Namespace) -> int:
     answer = _answer(options, sweep, source, standing)
     problem = ""
     if settings.save is not None:
-        answer["saved"], problem = _save(sweep, source, standing, settings.save)
+        answer["saved"], problem = _save(options, source, standing, settings.save)
     manifest = loaded.manifest(config, chosen(options, MeasureSettings), settings)
     if settings.output == "json":
         say(json.dumps(_document(sweep, standing, answer, manifest, interrupted=interrupted)))
@@ -249,13 +249,13 @@ def _verdict_word(comparison: Comparison) -> str:
     return comparison.verdict.word
 
 
-def _threads(options: Namespace | None, standing: Standing) -> int | None:
+def _threads(options: Namespace, standing: Standing) -> int | None:
     """The number of CPU threads that the winner needs to be told; None for the default."""
     import torch
 
     assert standing.winner is not None
     num_threads = standing.winner.engine.num_threads
-    was_chosen = options is not None and "threads" in options
+    was_chosen = "threads" in options
     if num_threads == torch.get_num_threads() and not was_chosen:
         return None
     return num_threads
@@ -299,7 +299,7 @@ def _named_source(winner: PairSource, has_engines: bool, source: PairSource) -> 
 
 
 def _save(
-    sweep: Sweep,
+    options: Namespace,
     source: PairSource,
     standing: Standing,
     name: str,
@@ -317,7 +317,7 @@ def _save(
             standing.winner,
             standing.winner.source(source),
             description=f"{standing.winner.draft_name}, found by sweep",
-            threads=_threads(None, standing),
+            threads=_threads(options, standing),
         )
         return str(write_pair(name, values)), ""
     except (ValueError, OSError) as error:
@@ -385,7 +385,8 @@ def _print(
     if answer["command"] is not None:
         say(f"\n{answer['command']}\n\n{answer['python']}")
     if answer["saved"] is not None:
-        say(f"\nsaved in {answer['saved']}: --pair {_pair_name(answer['saved'])}")
+        pair_name = _pair_name(answer["saved"])
+        say(f"\nsaved in {answer['saved']}: --pair {pair_name} (in this directory)")
     num_prompts = counted(len(loaded.prompts), "prompt")
     batch_size = manifest["options"]["batch_size"]
     standard = sweep.engines[0].name
