@@ -182,7 +182,9 @@ def to_values(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _settings(family: type[PreTrainedConfig]) -> set[str]:
     """The names of a family's settings."""
-    names = {field.name for field in fields(family)} | set(family.attribute_map)
+    names = {field.name for field in fields(family)}
+    # Some settings have two names, of which only one may be that of a field.
+    names |= set(family.attribute_map) | set(family.attribute_map.values())
     return {name for name in names if not name.startswith("_")} | _LEGACY
 
 
