@@ -148,6 +148,10 @@ def test_what_is_written_is_what_was_read(directory: Path) -> None:
 class Recording(MtpDrafter):
     """Keeps each row's text and its draft tokens."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.proposals: list[tuple[list[int], list[int]]] = []
+
     def propose(self, state: Any, request: Any, windows: Sequence[int], sampling: Any) -> Draft:
         draft = super().propose(state, request, windows, sampling)
         num_columns = draft.tokens.shape[1]
@@ -169,7 +173,6 @@ def test_ragged_rounds_propose_what_transformers_proposes_for_each_text(
     """With keys and values that are kept over rounds, rejections, and rows that end."""
     target = target_of(directory)
     drafter = Recording(network=load_mtp(target))
-    drafter.proposals = []
     result = speculative_decode(
         target, drafter, PROMPTS, max_new_tokens=NUM_NEW, num_draft_tokens=num_draft_tokens
     )
@@ -226,7 +229,7 @@ def test_rows_of_a_batch_draft_as_they_do_alone(directory: Path) -> None:
 def test_fewer_layers_may_draft(directory: Path) -> None:
     """A single layer drafts its first token as before, and repeats itself for the others."""
     target = target_of(directory)
-    drafter = MtpDrafter.for_target(target, num_layers=1)
+    drafter: Any = MtpDrafter.for_target(target, num_layers=1)
     assert len(drafter.network.layers) == 1
     expected = autoregressive_decode(target, PROMPTS, max_new_tokens=NUM_NEW).tokens
     result = speculative_decode(
@@ -263,7 +266,7 @@ def test_confidence_ends_drafts_early_and_changes_no_token(home: Path) -> None:
             target, drafter, PROMPTS, max_new_tokens=NUM_NEW, num_draft_tokens=6
         )
         assert result.tokens == expected
-        utilizations.append(result.draft_utilization)
+        utilizations.append(result.draft_utilization or 0.0)
     assert utilizations[1] > utilizations[0]
 
 

@@ -428,10 +428,13 @@ def _is_of_prediction_layer(target: HuggingFaceLM, name: str) -> bool:
 
 def _directory(target: HuggingFaceLM) -> Path | None:
     """The directory of the safetensors files that a target was loaded from, if there is one."""
+    name = target.model.config.name_or_path
     if target.origin is not None:
         directory = Path(target.origin.path)
+    elif name:
+        directory = Path(name)
     else:
-        directory = Path(target.model.config.name_or_path)
+        return None
     has_weights = directory.is_dir() and any(directory.glob("*.safetensors"))
     return directory if has_weights and not is_gguf(directory) else None
 
