@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import tiny
 from safetensors.torch import load_file, save_file
 from tiny_models import write
 from tiny_mtp import FAMILIES, write_with_mtp
@@ -23,7 +24,7 @@ from lightning_specdec.decoding import Session, autoregressive_decode, speculati
 from lightning_specdec.drafters import Draft, MtpDrafter, NGramWithFallback
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
-from lightning_specdec.models.mtp import MtpNetwork, load_mtp, stored_weights
+from lightning_specdec.models.mtp import MtpNetwork, load_mtp, new_mtp, stored_weights
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4]]
 NUM_NEW = 14
@@ -285,6 +286,13 @@ def test_loading_the_layers_leaves_the_target_alone(home: Path) -> None:
         assert torch.equal(weight, before[name])
 
 
+def test_layers_that_the_config_lists_are_not_left_over(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_model(str(_written(home, "deepseek_v3")))
+    assert "no place for" not in caplog.text
+
+
 def test_layers_of_a_packed_target_draft_the_same(home: Path) -> None:
     path = _written(home, "glm4_moe")
     decoder = SpeculativeDecoder.from_pretrained(
@@ -407,22 +415,21 @@ def test_quantized_layers_are_refused(home: Path) -> None:
 
 
 def test_a_model_from_memory_has_no_checkpoint_to_load_from() -> None:
-    from families import tiny
-
     with pytest.raises(ValueError, match="was not loaded from a checkpoint"):
         MtpDrafter.for_target(HuggingFaceLM(tiny("deepseek_v3")))
 
 
-def test_a_drafter_without_layers_is_refused() -> None:
-    from families import tiny
+def test_a_family_without_such_layers_cannot_get_new_ones() -> None:
+    with pytest.raises(ValueError, match="no prediction layers can be built for GPT2LMHeadModel"):
+        new_mtp(HuggingFaceLM(tiny("gpt2")), 1)
 
+
+def test_a_drafter_without_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="MtpDrafter has no layers: name it as the drafter"):
         SpeculativeDecoder(tiny("llama"), MtpDrafter())
 
 
 def test_layers_of_another_target_are_refused(home: Path) -> None:
-    from families import tiny
-
     network = load_mtp(target_of(_written(home, "deepseek_v3")))
     with pytest.raises(ValueError, match="for a hidden size of 32, the target has 16"):
         SpeculativeDecoder(tiny("llama", hidden_size=16), MtpDrafter(network=network))

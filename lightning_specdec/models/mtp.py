@@ -12,7 +12,6 @@ Shapes: B rows, T entries, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -32,7 +31,9 @@ from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import quantization_method
 from lightning_specdec.models.model_config import (
     FOREIGN,
+    NUMBERED_LAYER,
     first_line,
+    is_of_prediction_layer,
     quiet,
     to_config,
     to_values,
@@ -60,10 +61,6 @@ _FIRST_CONVOLUTION = -2
 """
 _MOST_CONVOLUTIONS = 16
 """Most convolutions of a layer."""
-_NAMED_LAYER = re.compile(r"(^|\.)mtp(_layers)?\.")
-"""Names of weights that say what they are, as mtp.layers.0.eh_proj.weight."""
-_NUMBERED_LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
-"""Names of weights of numbered layers: prediction layers follow those of the model."""
 
 
 class _RowCache(StateCache):
@@ -414,16 +411,8 @@ def stored_names(target: HuggingFaceLM, directory: Path) -> list[str]:
     names: list[str] = []
     for file in weight_files(directory):
         _, shapes = read_header(file)
-        names += [name for name in shapes if _is_of_prediction_layer(target, name)]
+        names += [name for name in shapes if is_of_prediction_layer(target.config, name)]
     return sorted(names)
-
-
-def _is_of_prediction_layer(target: HuggingFaceLM, name: str) -> bool:
-    if _NAMED_LAYER.search(name):
-        return True
-    match = _NUMBERED_LAYER.match(name)
-    num_layers = getattr(target.config, "num_hidden_layers", None)
-    return match is not None and num_layers is not None and int(match[1]) >= num_layers
 
 
 def _directory(target: HuggingFaceLM) -> Path | None:
@@ -546,7 +535,7 @@ def _load_weights(model: Any, target: HuggingFaceLM, directory: Path) -> None:
         for path in weight_files(directory):
             file = files.enter_context(safe_open(path, framework="pt"))
             for name in file.keys():  # noqa: SIM118 (the file object is not iterable)
-                if _is_of_prediction_layer(target, name):
+                if is_of_prediction_layer(target.config, name):
                     stored[name] = file.get_slice(name)
         report, _ = convert_and_load_state_dict_in_model(model, stored, config)
 
@@ -627,7 +616,7 @@ def stored_weights(network: MtpNetwork, target: HuggingFaceLM) -> dict[str, Tens
         stored[_SHARED_NORM] = shared_norm.weight
 
     for name, weight in revert_weight_conversion(target.model, blocks).items():
-        match = _NUMBERED_LAYER.match(name)
+        match = NUMBERED_LAYER.match(name)
         assert match is not None, f"{name} is of no layer"
         number = int(match[1])
         prefix = layout.block.format(index=number - num_layers, number=number)
