@@ -12,7 +12,7 @@ import torch
 from families import tiny
 from safetensors.torch import load_file, save_file
 from tiny_models import write
-from tiny_mtp import FAMILIES, write_with_mtp
+from tiny_mtp import FAMILIES, fitted_mtp, write_with_mtp
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -181,6 +181,28 @@ def test_ragged_rounds_propose_what_transformers_proposes_for_each_text(
     assert len(drafter.proposals) > 10
     for text, tokens in drafter.proposals:
         assert tokens == their_proposals(directory, text, len(tokens))
+
+
+def test_a_window_over_short_convolutions_is_that_of_a_whole_text() -> None:
+    """In transformers, such layers have no window, so the whole text is read again instead."""
+    target = HuggingFaceLM(
+        tiny("inkling_text", 2, **{**FAMILIES["inkling_text"], "mtp_local_layer_ids": [0]})
+    )
+    fitted = fitted_mtp(target, num_steps=4)
+    assert fitted.network.kinds == ["hybrid_sliding", "hybrid"]
+    drafter = Recording(network=fitted.network)
+    speculative_decode(target, drafter, PROMPTS, max_new_tokens=NUM_NEW, num_draft_tokens=1)
+    assert (
+        max(len(text) for text, _ in drafter.proposals)
+        > 3 * FAMILIES["inkling_text"]["sliding_window_size"]
+    )
+    for text, tokens in drafter.proposals:
+        ids = torch.tensor([text])
+        with torch.no_grad():
+            hidden = target(ids[:, :-1], features=(2,)).features[2]
+            output = drafter.network.read_text(target, ids, hidden)[0]
+            logits = drafter.network.logits(target, output[:, -1:])
+        assert tokens == logits[0].argmax(-1).tolist()
 
 
 @every_family
@@ -417,6 +439,12 @@ def test_quantized_layers_are_refused(home: Path) -> None:
 def test_a_model_from_memory_has_no_checkpoint_to_load_from() -> None:
     with pytest.raises(ValueError, match="was not loaded from a checkpoint"):
         MtpDrafter.for_target(HuggingFaceLM(tiny("deepseek_v3")))
+
+
+def test_a_text_shorter_than_the_layers_reach_has_no_outputs_of_the_last_ones(home: Path) -> None:
+    target = target_of(_written(home, "deepseek_v3"))
+    outputs = load_mtp(target).read_text(target, torch.tensor([[3, 4]]), torch.ones(1, 2, 32))
+    assert [output.shape[1] for output in outputs] == [1, 0]
 
 
 def test_a_family_without_such_layers_cannot_get_new_ones() -> None:

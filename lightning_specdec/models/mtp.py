@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _FULL = "full_attention"
+# In transformers 5.24, the masks of "hybrid_sliding" prediction layers have no window, so that
+# their output depends on how a text is cut into calls. Here the window of the layer holds.
 _SLIDING = ("sliding_attention", "hybrid_sliding")
 _WITH_CONVOLUTIONS = ("hybrid", "hybrid_sliding")
 """Kinds of layers that also have short convolutions, and positions relative to each row's."""
@@ -269,6 +271,9 @@ class MtpNetwork(nn.Module):
         batch_size, num_tokens = tokens.shape
         for index in range(self.num_layers):
             num_entries = num_tokens - 1 - index
+            if num_entries < 1:
+                outputs.append(hidden[:, :0])
+                continue
             state = KVState(batch_size, num_entries, device=tokens.device)
             hidden = self.read(
                 target,
