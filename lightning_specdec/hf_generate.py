@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, generation
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import logits_process
 
 from lightning_specdec.config.kinds import described
@@ -25,6 +26,7 @@ from lightning_specdec.decoding import Request, Session
 from lightning_specdec.decoding.requests import check_padding
 from lightning_specdec.models.changes import ModelStamp, user_code
 from lightning_specdec.models.layers import CACHE_NAMES
+from lightning_specdec.models.snapshot_state import tensor_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -722,13 +724,30 @@ def _is_empty(value: Any) -> bool:
     return value is None
 
 
+def _holds_text(cache: Any) -> bool:
+    """Whether a cache of transformers has read tokens, in whatever kind of layers it has.
+
+    `Cache.get_seq_length` raises an error for a cache that has recurrent layers only.
+    """
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(layer, CacheLayerMixin):
+            holds_text = int(layer.get_seq_length()) > 0
+        else:
+            # A recurrent layer has states from its first token on.
+            states = [getattr(layer, name, None) for name in ("conv_states", "recurrent_states")]
+            holds_text = tensor_bytes(states) > 0
+        if holds_text:
+            return True
+    return False
+
+
 def _check_call(arguments: Mapping[str, Any], ids: Tensor, mask: Tensor | None) -> None:
     """Raise ValueError for a cache, a mask or positions that are not supported."""
     for name in CACHE_NAMES:
         cache: Any = arguments.get(name)
         if cache is None:
             continue
-        if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+        if getattr(cache, "_is_user_defined", False) or _holds_text(cache):
             raise ValueError(
                 f"{name} is not supported: pass the whole text instead, or use Session.resume"
             )

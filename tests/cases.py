@@ -17,6 +17,7 @@ from families import tiny
 from tiny_block import fitted_block
 from tiny_eagle import fitted_eagle
 from tiny_heads import heads, some_tokens, unfitted
+from tiny_mtp import fitted_mtp
 from tiny_transformer import TinyTransformer
 from tiny_vocabularies import cross
 from torch import nn
@@ -208,7 +209,10 @@ LONG_MATCHES = NGramDrafter(min_ngram=2)
 
 def _llama(seed: int, **sizes: Any) -> HuggingFaceLM:
     sizes = {"vocab_size": VOCAB, "sharpness": 14.0, "max_position_embeddings": 512, **sizes}
-    return HuggingFaceLM(tiny("llama", seed, **sizes))
+    model = HuggingFaceLM(tiny("llama", seed, **sizes))
+    # Its checkpoints may hold prediction layers.
+    model.config.num_mtp_layers = 2
+    return model
 
 
 def _in_openvino(model: HuggingFaceLM) -> LanguageModel:
@@ -268,6 +272,7 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
         target, reduced=True, num_layers=1, feature_norms=True
     ),
     "block_windowed": lambda target: fitted_block(target, attention_window=6, markov_rank=0),
+    "mtp": lambda target: fitted_mtp(target),
     "staged": lambda target: StagedDrafter(
         [small(target), ModelDrafter(related(target))], stage_windows=2
     ),
@@ -289,6 +294,9 @@ DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
     ),
     "lookup_block": lambda target: NGramWithFallback(
         LONG_MATCHES, fitted_block(target, min_confidence=0.3)
+    ),
+    "lookup_mtp": lambda target: NGramWithFallback(
+        LONG_MATCHES, fitted_mtp(target, min_confidence=0.1)
     ),
     "staged_exit": lambda target: StagedDrafter(
         [small(target), EarlyExitDrafter(1)], stage_windows=3

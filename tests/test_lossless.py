@@ -211,6 +211,8 @@ def test_a_drafter_that_is_always_wrong_costs_target_calls_but_no_token(
     assert result.tokens == cases.standard(target, sampling, 8, None).tokens
 
 
+KINDS_OF_LAYERS = ("exit", "eagle", "block", "mtp")
+"""Parts of the names of drafters that need the layers of a transformer."""
 UNSAVED = ("ragged", "repeater", "wrong", "cross", "certain", "staged_three")
 SAVED = [name for name in cases.DRAFTERS if name not in UNSAVED and "hotter" not in name]
 
@@ -238,7 +240,7 @@ def test_the_form_that_decodes_fastest_drafts_the_same_and_leaves_the_original_a
 @pytest.mark.quick_cases(*cases.QUICK_DRAFTERS)
 @pytest.mark.parametrize("name", [name for name in SAVED if name not in ("fused", "transformer")])
 def test_a_file_keeps_a_drafter_with_all_its_parts(name: str, tmp_path: Path) -> None:
-    target_name = "llama" if any(kind in name for kind in ("exit", "eagle", "block")) else "rnn"
+    target_name = "llama" if any(kind in name for kind in KINDS_OF_LAYERS) else "rnn"
     target = cases.target(target_name)
     drafter = cases.drafter(name, target_name)
     save(tmp_path / "pair.safetensors", target, drafter)

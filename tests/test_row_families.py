@@ -26,7 +26,6 @@ from row_families import (
 from tiny_eagle import fitted_eagle
 from tiny_heads import heads
 
-import lightning_specdec
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.decoding import Session, autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import (
@@ -302,19 +301,6 @@ def test_a_rejection_rule_gives_each_row_of_a_batch_what_it_gets_alone() -> None
             ours("qwen3_5_text"), drafter, [prompt], indices=[index], **options
         )
         assert together.tokens[index] == alone.tokens[0]
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "bloom"])
-def test_a_model_of_transformers_decodes_through_its_own_generate(family: str) -> None:
-    prompt_ids = torch.tensor([PROMPTS[1]])
-    options = {"attention_mask": torch.ones_like(prompt_ids), "max_new_tokens": 12}
-    model = deepcopy(reference(family))
-    expected = model.generate(prompt_ids, do_sample=False, **options)
-    actual = model.generate(
-        prompt_ids, do_sample=False, custom_generate=lightning_specdec.generate, **options
-    )
-    assert actual.tolist() == expected.tolist()
-    assert model.generate(prompt_ids, do_sample=False, **options).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("family", ONE_TOKEN)

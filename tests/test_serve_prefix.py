@@ -21,6 +21,7 @@ PAIRS = [
     ("llama", "ngram"),
     ("llama", "early_exit"),
     ("llama", "eagle"),
+    ("llama", "mtp"),
     ("llama", "heads"),
     ("llama", "staged"),
     ("gemma3", "near"),

@@ -182,7 +182,7 @@ def test_an_exit_after_lookup_needs_no_draft() -> None:
         assert prompt["standard"]["tokens"] == prompt["speculative"]["tokens"]
     outcome = call("decode", "--target", "models/target", "--drafter", "NGramWithFallback")
     assert outcome.code == 2
-    assert "give --draft, or --drafter.exit_layer N" in outcome.err
+    assert "give --draft, --drafter.exit_layer N" in outcome.err
     with pytest.raises(ValueError, match="has no exit_layer"):
         NGramWithFallback.for_target(cases.target("llama"), cases.MODELS["llama"](2), exit_layer=1)
 

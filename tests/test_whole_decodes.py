@@ -121,7 +121,7 @@ def test_standard_decoding_has_the_targets_distribution(name: str) -> None:
             for kind in ("near", "unrelated", "hotter", "certain", "ragged", "ngram", "cross")
         ),
         *(("transformer", kind) for kind in ("unrelated", "heads", "block")),
-        *(("llama", kind) for kind in ("early_exit", "early_exit_own", "early_exit_hotter")),
+        *(("llama", kind) for kind in ("early_exit", "early_exit_own", "early_exit_hotter", "mtp")),
     ],
 )
 def test_whole_decodes_under_rejection_sampling_have_the_targets_distribution(

@@ -24,7 +24,15 @@ from lightning_specdec.bench.scouts import Scout
 from lightning_specdec.bench.statistics import may_be_as_high
 from lightning_specdec.bench.tournament import FEWEST_TURNS, STANDARD_NAME, Tournament
 from lightning_specdec.bench.verdict import Verdict, judge, level_among, ranked
-from lightning_specdec.bench.ways import LOOKUP, LOOKUP_NAME, NO_DRAFT, Drafting, Engine, Way
+from lightning_specdec.bench.ways import (
+    LOOKUP,
+    LOOKUP_NAME,
+    MTP_NAME,
+    NO_DRAFT,
+    Drafting,
+    Engine,
+    Way,
+)
 from lightning_specdec.checkpoints import load_pair
 from lightning_specdec.checkpoints.target_reference import dtype_of
 from lightning_specdec.config.decoding import DecodingConfig
@@ -35,6 +43,7 @@ from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding import merge_results
 from lightning_specdec.decoding.requests import check_batch, check_eos
 from lightning_specdec.drafters import Drafter
+from lightning_specdec.models import LanguageModel
 
 MIN_PIECE_SECONDS = 0.01
 """Pieces of a small model hold more tokens, so that their seconds can be measured."""
@@ -168,7 +177,7 @@ class Sweep:
         self.scouts = list(scouts)
         self.windows = list(windows)
         self.failed: dict[str, str] = {}
-        self.unavailable: dict[str, str] = {}
+        self.unavailable = _unused_layers(decoder.target)
         self._entrants: dict[str, Entrant] = {}
         self._contests: list[Tournament] = []
         self._drafters: dict[tuple[Engine, str], Drafter] = {}
@@ -654,6 +663,17 @@ class Sweep:
             if standard_name in race.tapes:
                 checks.append(race.same_tokens(entrant.way.name, standard_name))
         return all(checks) if checks else None
+
+
+def _unused_layers(target: LanguageModel) -> dict[str, str]:
+    """Why the prediction layers of the target's checkpoint are not tried, if transformers ignores
+    them; by their name in tables."""
+    if target.origin is None:
+        return {}
+    from lightning_specdec.models.mtp import ignored_layers
+
+    reason = ignored_layers(target)
+    return {} if reason is None else {MTP_NAME: reason}
 
 
 def _by_kind(windows: Sequence[int | str]) -> tuple[list[int], list[str]]:

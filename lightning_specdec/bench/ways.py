@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 LOOKUP = Choice("NGramDrafter")
 LOOKUP_FIRST = Choice("NGramWithFallback")
 LOOKUP_NAME = "prompt lookup"
+MTP_NAME = "prediction layers"
 _BACKEND_NAMES = {"torch": "torch", "openvino": "OpenVINO"}
 
 
@@ -206,8 +207,9 @@ def draftings(
 ) -> list[Drafting]:
     """The drafts to try with a target: each alone, and after prompt lookup.
 
-    Without a choice of the user these are prompt lookup, the drafts of a checkpoint, and draft
-    files that belong to the target: beside it, among runs, and among those that ship.
+    Without a choice of the user these are prompt lookup, the drafts of a checkpoint, the prediction
+    layers in the target's own checkpoint, and draft files that belong to the target: beside it,
+    among runs, and among those that ship.
 
     Args:
         decoder: has the target, and a checkpoint's drafts.
@@ -235,6 +237,8 @@ def draftings(
             sources.append(str(path))
             places.append(f"{_place(path, decoder.target)}: {path}")
     draftings = [lookup]
+    if not drafts:
+        draftings += _mtp_draftings(decoder.target)
     for draft, name, found in zip(sources, _distinct_names(sources), places, strict=True):
         layers = trained_exits(Path(draft).expanduser()) if found else ()
         if layers:
@@ -242,6 +246,28 @@ def draftings(
         else:
             draftings += both_ways(name, {"draft": draft}, found)
     return draftings
+
+
+def _mtp_draftings(target: LanguageModel) -> list[Drafting]:
+    """The prediction layers in the target's own checkpoint, alone and after lookup, if it has any.
+
+    They were trained with the target.
+    """
+    if target.origin is None:
+        return []
+    from lightning_specdec.models.mtp import num_mtp_layers, reason_against_mtp
+
+    if reason_against_mtp(target) is not None:
+        return []
+    count = num_mtp_layers(target)
+    plural = "" if count == 1 else "s"
+    found = f"in the target's checkpoint: {count} multi-token prediction layer{plural}"
+    alone = {**NO_DRAFT, "drafter": Choice("MtpDrafter")}
+    joined = {**NO_DRAFT, "drafter": Choice(LOOKUP_FIRST.name, {"mtp": True})}
+    return [
+        Drafting(MTP_NAME, alone, found),
+        Drafting(f"{LOOKUP_NAME}, then {MTP_NAME}", joined, found),
+    ]
 
 
 def _exits_of_file(draft: str, name: str, found: str, layers: Sequence[int]) -> list[Drafting]:

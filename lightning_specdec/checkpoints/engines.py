@@ -30,6 +30,7 @@ from lightning_specdec.checkpoints.engine_reference import (
     hidden_states,
     medusa_logits,
 )
+from lightning_specdec.checkpoints.mtp_checkpoint import write_checkpoint
 from lightning_specdec.checkpoints.networks import FLOATS
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.files import new_directory
@@ -44,6 +45,7 @@ from lightning_specdec.drafters import (
     EarlyExitDrafter,
     MedusaDrafter,
     ModelDrafter,
+    MtpDrafter,
     NGramDrafter,
     NGramWithFallback,
     StagedDrafter,
@@ -54,6 +56,7 @@ from lightning_specdec.drafters import (
 from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.model_config import quiet
+from lightning_specdec.models.mtp import MtpNetwork, load_mtp
 from lightning_specdec.models.safetensors_file import SINGLE
 from lightning_specdec.rules import GREEDY
 
@@ -267,14 +270,8 @@ def _choose_export(
         # vLLM computes the complete block whatever the number of draft tokens.
         return _BlockExport(drafter, target, engine, drafter.settings.block_size)
 
-    if isinstance(drafter, MedusaDrafter):
-        if engine != "vllm":
-            raise ValueError(f"{refusal}: it has no Medusa heads; vllm has")
-        if drafter.draft_vocabulary is not None:
-            raise ValueError(
-                f"{refusal}: its heads must score all tokens, train them without draft_vocabulary"
-            )
-        return _MedusaExport(drafter, target, engine, drafter.settings.num_heads)
+    if isinstance(drafter, MtpDrafter | MedusaDrafter):
+        return _heads_export(drafter, target, engine, refusal)
 
     if not isinstance(drafter, CrossVocabulary | ModelDrafter) or not isinstance(
         drafter.model, HuggingFaceLM
@@ -283,6 +280,34 @@ def _choose_export(
     if isinstance(drafter, CrossVocabulary) and engine in ("sglang", "llama.cpp"):
         raise ValueError(f"{refusal}: there the draft needs the target's vocabulary")
     return _ModelExport(drafter, target, engine, num_draft_tokens)
+
+
+def _heads_export(
+    drafter: MtpDrafter | MedusaDrafter,
+    target: HuggingFaceLM,
+    engine: str,
+    refusal: str,
+) -> _Export:
+    """Return the export of prediction layers or Medusa heads.
+
+    Raises:
+        ValueError: the engine cannot run them; the message begins with `refusal`.
+    """
+    if isinstance(drafter, MtpDrafter):
+        if engine != "transformers":
+            raise ValueError(
+                f"{refusal}: engines read prediction layers from the target's own checkpoint, "
+                "which --format transformers writes"
+            )
+        return _MtpExport(drafter, target, engine, drafter.network.num_layers)
+
+    if engine != "vllm":
+        raise ValueError(f"{refusal}: it has no Medusa heads; vllm has")
+    if drafter.draft_vocabulary is not None:
+        raise ValueError(
+            f"{refusal}: its heads must score all tokens, train them without draft_vocabulary"
+        )
+    return _MedusaExport(drafter, target, engine, drafter.settings.num_heads)
 
 
 def _obstacles(drafter: FeatureDrafter, target: HuggingFaceLM, engine: str) -> list[str]:
@@ -503,6 +528,48 @@ class _MedusaExport(_Export):
         return pairs
 
 
+class _MtpExport(_Export):
+    """The target's checkpoint with other prediction layers."""
+
+    kind = "mtp"
+    methods: ClassVar[Mapping[str, str]] = {}
+
+    def write(self, folder: Path) -> None:
+        write_checkpoint(folder, self.drafter.network, self.target)
+
+    @torch.inference_mode()
+    def compare(self, folder: Path, texts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+        from transformers import AutoModelForCausalLM
+
+        with quiet():
+            written_model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=self.target.dtype, local_files_only=True
+            )
+        written_target = HuggingFaceLM(written_model)
+        written_layers = load_mtp(written_target)
+
+        pairs = []
+        layer = self.drafter.features(self.target)[0]
+        for text in texts:
+            tokens = torch.tensor([text])
+            hidden = self.target(tokens, features=(layer,)).features[layer]
+            ours = self._logits(self.drafter.network, self.target, tokens, hidden)
+            theirs = self._logits(written_layers, written_target, tokens, hidden)
+            pairs.append((ours, theirs))
+        return pairs
+
+    def _logits(
+        self,
+        network: MtpNetwork,
+        target: HuggingFaceLM,
+        tokens: Tensor,
+        hidden: Tensor,
+    ) -> Tensor:
+        """The logits of all layers, one below the other."""
+        outputs = network.read_text(target, tokens, hidden)
+        return torch.cat([network.logits(target, output)[0] for output in outputs])
+
+
 class _ModelExport(_Export):
     """A draft model of transformers, with its tokenizer."""
 
@@ -606,6 +673,10 @@ def _commands(draft_export: _Export, output: Path) -> tuple[str, ...]:
             f"llama-server -m TARGET.gguf -md {gguf} {server_options}"
             f"--spec-draft-n-max {num_draft_tokens}",
         )
+
+    if draft_export.kind == _MtpExport.kind:
+        model = f"AutoModelForCausalLM.from_pretrained({str(output)!r})"
+        return (f"{model}.generate(**inputs, use_mtp=True)",)
 
     tokenizers = ""
     if draft_export.has_other_vocabulary:

@@ -495,10 +495,12 @@ def _choose_drafter(
 
     drafter_class = DRAFTERS.load(choice.name)
     joins_lookup = issubclass(drafter_class, NGramWithFallback)
-    if joins_lookup and draft is None and "exit_layer" not in choice.settings:
+    names_part_of_target = "exit_layer" in choice.settings or choice.settings.get("mtp")
+    if joins_lookup and draft is None and not names_part_of_target:
         raise ValueError(
-            f"{choice.name} needs a draft to join lookup to: give --draft, or "
-            "--drafter.exit_layer N to draft with the target's first N layers"
+            f"{choice.name} needs a draft to join lookup to: give --draft, "
+            "--drafter.exit_layer N to draft with the target's first N layers, or "
+            "--drafter.mtp true to draft with its prediction layers"
         )
     if joins_lookup or not isinstance(draft, Drafter):
         return drafter_class.for_target(target, draft, **choice.settings)

@@ -576,6 +576,9 @@ def kind_help(flag: str, name: str) -> str:
     summary = (chosen_class.__doc__ or "").strip().splitlines()[0]
     lines = [f"{name}: {summary}", ""]
     for field in setting_fields(chosen_class.Settings):
+        if not field.metadata.get("help"):
+            # Only files set it.
+            continue
         remarks = []
         limits = limits_of(field)
         if limits:
@@ -585,7 +588,7 @@ def kind_help(flag: str, name: str) -> str:
         elif field.default is not None and field.default != ():
             remarks.append(f"default: {field.default}")
         remark = f" ({'; '.join(remarks)})" if remarks else ""
-        lines.append(f"  --{kind}.{field.name:<20} {field.metadata.get('help', '')}{remark}")
+        lines.append(f"  --{kind}.{field.name:<20} {field.metadata['help']}{remark}")
     if len(lines) == 2:
         lines.append("  no settings")
     return "\n".join(lines)

@@ -40,7 +40,7 @@ lightning_specdec generate --model.help GenerateText""",
 }
 _RECIPE = """\
   --recipe NAME         a draft for a pretrained target without a YAML file: eagle, block, medusa,
-                        exit, layers, or pair
+                        mtp, exit, layers, or pair
   --target DIR          the target's directory; settings that depend on it follow from it
   --adapter DIR         an adapter of PEFT to merge into the target
   --text PATH...        directories that generate wrote, or text files; shipped is SmolLM2's text

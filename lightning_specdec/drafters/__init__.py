@@ -13,6 +13,7 @@ from lightning_specdec.drafters.early_exit import EarlyExitDrafter as EarlyExitD
 from lightning_specdec.drafters.medusa import MedusaDrafter as MedusaDrafter
 from lightning_specdec.drafters.medusa import MultiTokenDrafter as MultiTokenDrafter
 from lightning_specdec.drafters.model import ModelDrafter as ModelDrafter
+from lightning_specdec.drafters.mtp import MtpDrafter as MtpDrafter
 from lightning_specdec.drafters.ngram import LookupDrafter as LookupDrafter
 from lightning_specdec.drafters.ngram import NGramDrafter as NGramDrafter
 from lightning_specdec.drafters.ngram_with_fallback import NGramWithFallback as NGramWithFallback

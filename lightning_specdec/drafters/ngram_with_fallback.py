@@ -18,6 +18,7 @@ from lightning_specdec.drafters.base import (
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
 from lightning_specdec.drafters.early_exit import EarlyExitDrafter
 from lightning_specdec.drafters.known_tokens import draft_around
+from lightning_specdec.drafters.mtp import MtpDrafter
 from lightning_specdec.drafters.ngram import LookupDrafter, NGramDrafter, NGramSettings
 from lightning_specdec.drafters.suffix_corpus import SuffixCorpusDrafter, SuffixCorpusSettings
 from lightning_specdec.models import LanguageModel, ModelOutput
@@ -35,6 +36,9 @@ class FallbackSettings(NGramSettings):
     )
     exit_layer: int | None = setting(
         None, "that of an early exit; without a draft, this exit of the target drafts", minimum=1
+    )
+    mtp: bool = setting(
+        False, "without a draft, the prediction layers of the target's checkpoint draft"
     )
 
 
@@ -54,6 +58,9 @@ class SuffixFallbackSettings(SuffixCorpusSettings):
     )
     exit_layer: int | None = setting(
         None, "that of an early exit; without a draft, this exit of the target drafts", minimum=1
+    )
+    mtp: bool = setting(
+        False, "without a draft, the prediction layers of the target's checkpoint draft"
     )
 
 
@@ -105,11 +112,16 @@ class NGramWithFallback(Drafter):
     def for_target(cls, target: LanguageModel, draft: Any = None, **settings: Any) -> Drafter:
         """As `Drafter.for_target`; `draft` may also be a drafter."""
         exit_layer = settings.get("exit_layer")
+        uses_mtp = settings.pop("mtp", False)
+        if uses_mtp and (draft is not None or exit_layer is not None):
+            raise ValueError("mtp names the draft already: drop mtp, or the other draft")
         if isinstance(draft, NGramWithFallback):
             # Replaces its lookup.
             fallback = draft.fallback
         elif isinstance(draft, Drafter):
             fallback = draft
+        elif uses_mtp:
+            fallback = MtpDrafter.for_target(target)
         elif draft is None and exit_layer is not None:
             fallback = EarlyExitDrafter.for_target(target, exit_layer=exit_layer)
         else:

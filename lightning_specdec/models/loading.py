@@ -25,7 +25,13 @@ from lightning_specdec.config.models import DTYPES, MOST_SMALL, check_directory
 from lightning_specdec.models.adapters import Adapter, find_adapter, merge_adapter
 from lightning_specdec.models.backend_timing import faster_backend
 from lightning_specdec.models.base import OPENVINO_DTYPES
-from lightning_specdec.models.model_config import FOREIGN, first_line, quiet, read_config
+from lightning_specdec.models.model_config import (
+    FOREIGN,
+    first_line,
+    is_of_prediction_layer,
+    quiet,
+    read_config,
+)
 from lightning_specdec.models.packed import check_quantization, is_linear, quantize
 from lightning_specdec.models.safetensors_file import Origin, read_header, weight_files
 from lightning_specdec.text.tokenizer import TextTokenizer
@@ -323,7 +329,7 @@ def load(examined: Examined) -> HuggingFaceLM:
             _read_shapes(examined.path)  # checks the headers of what was downloaded
         with Activity(f"reading the weights of {name}"):
             model, report = _read_weights(examined)
-    _check_report(name, report)
+    _check_report(name, report, examined.config.get_text_config())
     if examined.adapter is not None:
         model = merge_adapter(model, examined.adapter)
 
@@ -367,8 +373,11 @@ def _read_weights(examined: Examined) -> tuple[PreTrainedModel, dict[str, Any]]:
     return model, report
 
 
-def _check_report(name: str, report: dict[str, Any]) -> None:
-    """Raise ValueError if weights are missing or have the wrong shape; log those left over."""
+def _check_report(name: str, report: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Raise ValueError if weights are missing or have the wrong shape; log those left over.
+
+    Prediction layers that the config lists are not left over: a drafter loads them.
+    """
     problems = {
         "missing_keys": "lack",
         "mismatched_keys": "have another shape than its config for",
@@ -380,6 +389,10 @@ def _check_report(name: str, report: dict[str, Any]) -> None:
                 f"the weights of {name} {problem} {keys[0]} ({len(keys)} in all): download it again"
             )
     unexpected_keys = sorted(report["unexpected_keys"])
+    if getattr(config, "num_mtp_layers", None):
+        unexpected_keys = [
+            key for key in unexpected_keys if not is_of_prediction_layer(config, key)
+        ]
     if unexpected_keys:
         log.warning(
             "%s contains %d weights that its config has no place for, as %s",

@@ -23,6 +23,7 @@ from lightning_specdec.training.medusa import MedusaTraining as MedusaTraining
 from lightning_specdec.training.metrics import ExpectedRounds as ExpectedRounds
 from lightning_specdec.training.metrics import RoundMetrics as RoundMetrics
 from lightning_specdec.training.metrics import next_token_loss as next_token_loss
+from lightning_specdec.training.mtp import MtpTraining as MtpTraining
 from lightning_specdec.training.offline_features import AutoFeatures as AutoFeatures
 from lightning_specdec.training.offline_features import OfflineFeatures as OfflineFeatures
 from lightning_specdec.training.optimizers import TimeLimit as TimeLimit

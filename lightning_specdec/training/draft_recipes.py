@@ -27,6 +27,7 @@ from lightning_specdec.training.distilled_model import DistilledModelTraining
 from lightning_specdec.training.eagle import EagleTraining
 from lightning_specdec.training.exit_head import ExitHeadTraining
 from lightning_specdec.training.medusa import MedusaTraining
+from lightning_specdec.training.mtp import MtpTraining
 from lightning_specdec.training.optimizers import fast_bfloat16
 from lightning_specdec.training.run_names import name_of_text
 from lightning_specdec.training.target_shape import (
@@ -49,6 +50,7 @@ RECIPES = {
     "eagle": Recipe(EagleTraining, EagleTraining.recipe_arguments),
     "block": Recipe(BlockTraining, BlockTraining.recipe_arguments),
     "medusa": Recipe(MedusaTraining, MedusaTraining.recipe_arguments),
+    "mtp": Recipe(MtpTraining, MtpTraining.recipe_arguments),
     "exit": Recipe(ExitHeadTraining, ExitHeadTraining.recipe_arguments),
     "layers": Recipe(DistilledModelTraining, DistilledModelTraining.layers_recipe),
     "pair": Recipe(DistilledModelTraining, DistilledModelTraining.pair_recipe),
