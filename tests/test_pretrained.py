@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tiny_eagle import eagle
 from tiny_models import write, write_text_model
 from tiny_tokenizers import byte_level, sentencepiece
+from transformers import AutoModelForCausalLM
 
 from lightning_specdec import NGramDrafter, SpeculativeDecoder
 from lightning_specdec.config import memory
 from lightning_specdec.config.pairs import shipped_directory
-from lightning_specdec.drafters import ModelDrafter
+from lightning_specdec.drafters import EagleDrafter, ModelDrafter
 from lightning_specdec.drafters.cross_vocabulary import CrossVocabulary
 from lightning_specdec.models.loading import load_model
 
@@ -39,6 +41,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "tokens": write(home / "tokens"),
         "other size": write(home / "other", vocab_size=71),
     }
+
+
+def test_a_loaded_model_takes_a_draft_by_its_path(models: dict[str, str], tmp_path: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(models["target"])
+    decoder = SpeculativeDecoder(target, models["draft"])
+    assert isinstance(decoder.drafter, ModelDrafter)
+
+    file = tmp_path / "head.safetensors"
+    decoder.with_drafter(eagle(decoder.target)).save_draft(file)
+    decoder = decoder.with_drafter(str(file))
+    assert isinstance(decoder.drafter, EagleDrafter)
+    result = decoder.decode([[1, 2, 3]], max_new_tokens=6)
+    assert result.tokens == decoder.decode_standard([[1, 2, 3]], max_new_tokens=6).tokens
 
 
 def test_the_drafter_follows_from_the_draft(models: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from tiny_models import write_text_model
 from training_fixtures import verb
 
 from lightning_specdec.training.draft_recipes import config_for
-from lightning_specdec.training.run_names import name_of_text, number_of_runs
+from lightning_specdec.training.run_names import name_of_text, number_of_resumed, number_of_runs
 
 __all__ = ["corpus", "target"]
 
@@ -83,6 +83,14 @@ def test_runs_of_other_data_or_of_another_target_get_a_number_of_their_own() -> 
     assert number_of_runs(directory, third, is_resumed=False) == 3
     assert number_of_runs(directory, second, is_resumed=True) == 2, "`last` finds its run"
     assert number_of_runs(directory, third, is_resumed=True) == 1, "the base has the message"
+
+
+def test_a_resumed_run_stays_where_its_checkpoint_is() -> None:
+    store("runs", config_of(["a.txt"]))
+    store("runs_2", config_of(["b.txt"]))
+    assert number_of_resumed(Path("runs"), Path("runs/version_0/last.ckpt")) == 1
+    assert number_of_resumed(Path("runs"), Path("runs_2/version_0/last.ckpt").absolute()) == 2
+    assert number_of_resumed(Path("runs"), Path("other/version_0/last.ckpt")) is None
 
 
 def test_two_files_of_one_name_are_two_names_of_runs(

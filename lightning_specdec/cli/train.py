@@ -67,7 +67,7 @@ _OPTIONS = """\
   --help_all            every argument of the Trainer (slow: imports it)
   --debug               show the traceback of an error"""
 
-RECIPE_NAMES = ("eagle", "block", "medusa", "exit", "layers", "pair")
+RECIPE_NAMES = ("eagle", "block", "medusa", "mtp", "exit", "layers", "pair")
 """Values of --recipe. Importing the recipes themselves takes seconds."""
 _CONFIG_OPTIONS = ("--config", "--model", "--data", "--print_config")
 """Options without any of which a command describes no run."""

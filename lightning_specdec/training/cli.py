@@ -42,7 +42,12 @@ from lightning_specdec.training.callbacks import RunProgressBar, SaveNewest, Sho
 from lightning_specdec.training.final_verdict import final_verdict, next_command
 from lightning_specdec.training.generate import GenerateText
 from lightning_specdec.training.optimizers import TimeLimit, check_start_up
-from lightning_specdec.training.run_names import name_of_path, number_of_runs, numbered
+from lightning_specdec.training.run_names import (
+    name_of_path,
+    number_of_resumed,
+    number_of_runs,
+    numbered,
+)
 from lightning_specdec.training.runs import (
     CheckOptimizers,
     RunFiles,
@@ -204,7 +209,12 @@ class TrainingCLI(LightningCLI):
             directory = Path(dirpath)
             if suffix is not None:
                 directory = directory.with_name(f"{directory.name}_{suffix}")
-            is_new = self.subcommand == "fit" and self._get(self.config, "ckpt_path") != "last"
+            checkpoint = self._get(self.config, "ckpt_path")
+            if self.subcommand == "fit" and checkpoint not in (None, "last", "best"):
+                number = number_of_resumed(directory, Path(checkpoint).expanduser())
+                if number is not None:
+                    return number
+            is_new = self.subcommand == "fit" and checkpoint != "last"
             number = number_of_runs(
                 directory, self.config[self.subcommand].as_dict(), is_resumed=not is_new
             )

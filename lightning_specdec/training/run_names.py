@@ -51,6 +51,20 @@ def number_of_runs(directory: Path, config: Mapping[str, Any], *, is_resumed: bo
     raise AssertionError("numbers do not end")
 
 
+def number_of_resumed(directory: Path, checkpoint: Path) -> int | None:
+    """The number of the runs among which a checkpoint is; None if it is somewhere else.
+
+    A run that is resumed stays among them, also if its target has moved to another place.
+    """
+    for number in itertools.count(1):
+        runs_directory = numbered(directory, number)
+        if not runs_directory.is_dir():
+            return None
+        if checkpoint.resolve().is_relative_to(runs_directory.resolve()):
+            return number
+    raise AssertionError("numbers do not end")
+
+
 def numbered(directory: Path, number: int) -> Path:
     """The directory of runs with that number."""
     return directory if number == 1 else directory.with_name(f"{directory.name}_{number}")
