@@ -73,7 +73,7 @@ class SweepSettings(OutputSettings):
         choices=("auto",),
     )
     num_prompts: int = setting(
-        4, "how many of the models' own prompts to use if none are given", minimum=1
+        4, "the models' own prompts to use at most, if none are given", minimum=1
     )
     minutes: float = setting(
         3.0, "time until the answer, loading included; Ctrl-C shows what is known", above=0
