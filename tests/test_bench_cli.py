@@ -342,5 +342,8 @@ def test_pairs_of_different_threads_need_a_number() -> None:
 
 def test_a_registered_pair_runs_on_its_device() -> None:
     register("mine", device="cuda:77")
-    write_config("tiny.yaml", pairs={"first": {"pair": "mine"}})
-    assert "no usable device 'cuda:77'" in refused(*BENCH).err
+    write_config("other.yaml", name="other", pairs={"first": {"pair": "mine"}})
+    # Before the first config is measured.
+    outcome = refused(*BENCH, "other.yaml")
+    assert "no usable device 'cuda:77'" in outcome.err
+    assert not Path("results").exists()

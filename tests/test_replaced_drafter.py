@@ -343,3 +343,53 @@ def test_outcomes_tell_requested_copied_and_forced_draft_tokens() -> None:
             if outcome.row is plain_row:
                 assert outcome.num_requested == outcome.window or not plain_row.live
     assert num_forced >= 8
+
+
+@pytest.mark.parametrize("name", ["near", "eagle"])
+def test_a_new_drafter_reads_no_rows_that_have_ended(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = cases.target("llama")
+    session = Session(
+        target, cases.drafter("ngram", "llama"), max_length=400, num_draft_tokens=WINDOW
+    )
+    ended = session.add([1, 2, 3] * 100, max_new_tokens=4)
+    running = session.add([1, 2], max_new_tokens=60)
+    while ended.live:
+        session.step()
+
+    widths = []
+    forward = type(target).forward
+
+    def counted(self: LanguageModel, tokens: Any, *arguments: Any, **options: Any) -> Any:
+        widths.append(tokens.shape[1])
+        return forward(self, tokens, *arguments, **options)
+
+    session.replace_drafter(cases.drafter(name, "llama"))
+    monkeypatch.setattr(type(target), "forward", counted)
+    session.step()
+    assert widths and max(widths) <= len(running.text)
+    assert session.save(ended) is None
+
+
+@pytest.mark.parametrize("name", ["near", "heads", "eagle"])
+def test_recorded_calls_do_not_add_up(name: str) -> None:
+    def recorded_drafter() -> Drafter:
+        drafter = deepcopy(cases.drafter(name, "llama"))
+        if isinstance(drafter, ModelDrafter):
+            drafter.model = drafter.model.record()
+        return drafter
+
+    target = deepcopy(cases.target("llama")).record()
+    session = Session(target, recorded_drafter(), max_length=400, num_draft_tokens=WINDOW)
+    for number in range(3):
+        session.add([1, 2, 3 + number], max_new_tokens=390)
+
+    counts = []
+    for _ in range(8):
+        for _ in range(3):
+            session.step()
+        graphs = session.states[0].storage.graphs
+        counts.append((len(graphs._recordings), len(graphs._fixed_addresses)))
+        session.replace_drafter(recorded_drafter())
+    assert counts[-1] == counts[-4]

@@ -95,9 +95,10 @@ def _read_configs(settings: BenchSettings) -> list[BenchConfig]:
                 "by `name:` in its YAML or --name"
             )
         configs[config.name] = config
-    for config in configs.values():
+    completed = [with_engine_of_pairs(config) for config in configs.values()]
+    for config in completed:
         check_pairs(config)
-    return [with_engine_of_pairs(config) for config in configs.values()]
+    return completed
 
 
 def _measure(config: BenchConfig, settings: BenchSettings, all_results: list[Results]) -> None:

@@ -108,9 +108,9 @@ class Batch:
         self.noise[slot, : len(unused)] = unused.to(self.device)
 
     def replace_drafter(self, drafter: Drafter) -> None:
-        """Draft with another drafter from the next round on, which reads all texts again.
+        """Draft with another drafter from the next round on, which reads the live texts again.
 
-        If its state cannot be made, nothing has changed.
+        Ended rows can be continued no more. If its state cannot be made, nothing has changed.
         """
         draft_state = drafter.init_state(len(self.rows), self.num_slots, self.target_context)
         check_state(drafter, draft_state)
@@ -118,9 +118,15 @@ class Batch:
         self.drafter = drafter
         self.draft_state = draft_state
 
+        # Nobody continues an ended row, so its text is not read again.
+        ended_slots = [slot for slot, row in enumerate(self.rows) if not row.live]
+        for slot in ended_slots:
+            self.rows[slot] = _empty_row()
         if drafter.inside_target or drafter.features(self.target):
             # It learns from the target's calls, which it has to see from the first token on.
             self.target_state.clear(range(len(self.rows)))
+        else:
+            self.target_state.clear(ended_slots)
         self.target_state.forget_calls(list(previous_drafter.modules()))
         self.executor = make_executor(
             self.target_state, self.target.vocab_size, self.timer, drafter

@@ -416,7 +416,7 @@ class Session:
         every lossless rule, their tokens are the same as without the change. With
         `RejectionSampling` they have the same distribution. The new drafter reads the texts again;
         if it is inside the target, so does the target. What an adaptive window has learned of the
-        previous drafter is forgotten.
+        previous drafter is forgotten. Rows that have ended can be continued no more.
 
         Args:
             drafter: proposes draft tokens from now on.

@@ -46,8 +46,6 @@ class GraphCache:
         self._recordings: dict[tuple[Hashable, Any], _Recording] = {}
         self._buffers: dict[Hashable, Tensor] = {}
         self._fixed_addresses: set[int] = set()
-        # Tensors of forgotten recordings, whose addresses nothing else may get.
-        self._retired: list[Tensor | None] = []
         # Calls and marks of the current round (None between rounds), and of the last one.
         self._round: list[Any] | None = None
         self._last_round: list[Any] = []
@@ -86,20 +84,37 @@ class GraphCache:
         return recording.replay(inputs)
 
     def forget(self, owners: Sequence[object]) -> None:
-        """Drop the recordings whose keys begin with one of these objects, between two rounds.
+        """Drop the calls of these objects, between two rounds, with all that read their results.
 
-        The memory of what they compute with is free again, except for their inputs and outputs.
+        The key of such a call is a tuple that begins with the object. Whatever takes their place
+        is recorded again, so nothing may be left at the addresses of their results.
         """
         if self.device.type == "cuda":
             # A graph that still runs must not be freed.
             torch.cuda.synchronize(self.device)
         self._last_round = []
         owner_ids = {id(owner) for owner in owners}
-        for full_key, recording in list(self._recordings.items()):
+        buffer_addresses = {_address(buffer) for buffer in self._buffers.values()}
+        freed_addresses: set[int] = set()
+
+        dropped_keys = []
+        for full_key in self._recordings:
             key, _ = full_key
             if isinstance(key, tuple) and id(key[0]) in owner_ids:
-                self._retired += [*recording.inputs, *recording.outputs]
-                del self._recordings[full_key]
+                dropped_keys.append(full_key)
+        while dropped_keys:
+            for full_key in dropped_keys:
+                freed_addresses |= self._recordings.pop(full_key).own_addresses() - buffer_addresses
+            dropped_keys = [
+                full_key
+                for full_key, recording in self._recordings.items()
+                if not freed_addresses.isdisjoint(recording.read_addresses())
+            ]
+
+        for recording in self._recordings.values():
+            # A result may be a part of another one, which stays.
+            freed_addresses -= recording.own_addresses()
+        self._fixed_addresses -= freed_addresses
 
     def begin(self, *, repeated: bool) -> None:
         """Begin a round.
@@ -162,19 +177,22 @@ class GraphCache:
 
     def _fix(self, tensor: Tensor) -> None:
         if tensor.numel():
-            self._fixed_addresses.add(tensor.untyped_storage().data_ptr())
+            self._fixed_addresses.add(_address(tensor))
 
     def _layout(self, tensor: Tensor | None) -> tuple[Any, ...]:
         """What a recording depends on: an input's shape, and its address if it stays in place."""
         if tensor is None:
             return (NO_TENSOR,)
         # An empty tensor has nothing to copy.
-        stays_in_place = (
-            not tensor.numel() or tensor.untyped_storage().data_ptr() in self._fixed_addresses
-        )
+        stays_in_place = not tensor.numel() or _address(tensor) in self._fixed_addresses
         if stays_in_place:
             return (FIXED, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         return (COPIED, tensor.shape, tensor.dtype)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's memory begins, which its views share."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Recording:
@@ -220,6 +238,19 @@ class _Recording:
         finally:
             if collects_garbage:
                 gc.enable()
+
+    def own_addresses(self) -> set[int]:
+        """The addresses of its results, and of its copies of inputs."""
+        tensors = [*self.outputs, *(self.inputs[i] for i in self.copied)]
+        return {_address(tensor) for tensor in tensors if tensor is not None}
+
+    def read_addresses(self) -> set[int]:
+        """The addresses of the inputs that it reads in place."""
+        return {
+            _address(tensor)
+            for i, tensor in enumerate(self.inputs)
+            if tensor is not None and i not in self.copied
+        }
 
     def replay(self, inputs: Sequence[Tensor | None]) -> Outputs:
         """Run again. `inputs` may be empty if none is copied."""
