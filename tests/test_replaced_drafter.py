@@ -16,6 +16,8 @@ from tiny_vocabularies import letters
 from lightning_specdec.decoding import AdaptiveWindow, Calibration, Request, Session
 from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.models import LanguageModel
+from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.state import KVState
 from lightning_specdec.rules import Grammar
 
 MAX_LENGTH = 60
@@ -377,10 +379,13 @@ def test_recorded_calls_do_not_add_up(name: str) -> None:
     def recorded_drafter() -> Drafter:
         drafter = deepcopy(cases.drafter(name, "llama"))
         if isinstance(drafter, ModelDrafter):
+            assert isinstance(drafter.model, HuggingFaceLM)
             drafter.model = drafter.model.record()
         return drafter
 
-    target = deepcopy(cases.target("llama")).record()
+    target = deepcopy(cases.target("llama"))
+    assert isinstance(target, HuggingFaceLM)
+    target = target.record()
     session = Session(target, recorded_drafter(), max_length=400, num_draft_tokens=WINDOW)
     for number in range(3):
         session.add([1, 2, 3 + number], max_new_tokens=390)
@@ -389,7 +394,10 @@ def test_recorded_calls_do_not_add_up(name: str) -> None:
     for _ in range(8):
         for _ in range(3):
             session.step()
-        graphs = session.states[0].storage.graphs
+        target_state = session.states[0]
+        assert isinstance(target_state, KVState)
+        graphs = target_state.storage.graphs
+        assert graphs is not None
         counts.append((len(graphs._recordings), len(graphs._fixed_addresses)))
         session.replace_drafter(recorded_drafter())
     assert counts[-1] == counts[-4]
