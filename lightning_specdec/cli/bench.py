@@ -95,8 +95,13 @@ def _read_configs(settings: BenchSettings) -> list[BenchConfig]:
                 "by `name:` in its YAML or --name"
             )
         configs[config.name] = config
-    for config in configs.values():
-        check_pairs(config)
+    for path, config in zip(settings.config, configs.values(), strict=True):
+        try:
+            check_pairs(config)
+        except (ValueError, FileNotFoundError) as error:
+            if isinstance(error, OSError) and error.strerror:
+                raise  # It names its file.
+            raise ValueError(f"{path}: {error}") from error
     return [with_engine_of_pairs(config) for config in configs.values()]
 
 
