@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import cases
 import pytest
 import tiny_models
-from cli_fixtures import call, here, refused
-from training_fixtures import RNN_CONFIG
+from cli_fixtures import TRAINER, call, here, refused, shipped_run
+from training_fixtures import RNN_CONFIG, TrainedRun
 
 from lightning_specdec import DecodingConfig, SpeculativeDecoder
 from lightning_specdec.cli.main import make_parser
@@ -19,7 +20,7 @@ from lightning_specdec.config.settings import NoSettings, check
 from lightning_specdec.decoding.requests import Request
 from lightning_specdec.drafters import NGramDrafter
 
-__all__ = ["here"]
+__all__ = ["here", "shipped_run"]
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -187,3 +188,12 @@ def test_a_request_is_shown_on_one_short_line() -> None:
     assert repr(request) == "Request(index=3, 2 tokens, live)"
     request.stop_reason = "eos"
     assert repr(request) == "Request(index=3, 2 tokens, ended by 'eos')"
+
+
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_metrics_are_rounded(verb: str, shipped_run: TrainedRun) -> None:
+    outcome = call(verb, *TRAINER, "--ckpt_path", str(shipped_run.best))
+    assert outcome.code == 0, outcome.err
+    figures = re.findall(r"\S+/loss +(\S+)", outcome.out)
+    assert figures, outcome.out
+    assert all(re.fullmatch(r"\d+\.\d{3}", figure) for figure in figures), outcome.out

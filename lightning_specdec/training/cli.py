@@ -316,6 +316,10 @@ class TrainingCLI(LightningCLI):
         if subcommand == "fit" and not is_trial(self.trainer):
             # Only `last` continues in the directory of its run.
             self._begin_run(path, step, is_last=checkpoint_name == "last")
+        if subcommand in ("validate", "test"):
+            # Lightning's table shows all digits of a float; `_print_metrics` rounds.
+            self._shows_metrics = bool(kwargs.get("verbose"))
+            kwargs["verbose"] = False
         # Reads checkpoints without executing code from them.
         return {**kwargs, "weights_only": True}
 
@@ -344,6 +348,22 @@ class TrainingCLI(LightningCLI):
             raise
         finally:
             self.files.release(keep=self.trainer.state.finished or self.trainer.global_step > 0)
+
+    def after_validate(self) -> None:
+        """Print all metrics of the validation."""
+        self._print_metrics()
+
+    def after_test(self) -> None:
+        """Print all metrics of the test."""
+        self._print_metrics()
+
+    def _print_metrics(self) -> None:
+        if not self._shows_metrics or not self.trainer.is_global_zero:
+            return
+        metrics = sorted(self.trainer.callback_metrics.items())
+        width = max((len(name) for name, _ in metrics), default=0)
+        for name, value in metrics:
+            say(f"{name:<{width}}  {float(value):.3f}")
 
     def after_fit(self) -> None:
         """Print the last metrics, and where checkpoints and curves are."""
