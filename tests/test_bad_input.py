@@ -60,7 +60,7 @@ pytestmark = pytest.mark.usefixtures("here")
             "did you mean --trainer.max_epochs?",
         ),
         (["fit", "--config", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
-        (["fit", *TRAINER, "--ckpt_path", "last"], "no such checkpoint"),
+        (["fit", *TRAINER, "--ckpt_path", "last"], "there is no last checkpoint"),
     ],
 )
 def test_an_unknown_verb_option_or_file_is_refused(arguments: list[str], message: str) -> None:
@@ -97,9 +97,9 @@ def test_what_cannot_be_a_run_is_refused_before_lightning_is_imported(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--prompt 1 --prompt []", "--prompt 2 is empty"),
-        ("--prompt two", "--prompt 1: 'two' is not a list of tokens"),
-        ("--prompt 50", "--prompt 1 holds 50: tokens of this model are integers from 0 to 49"),
+        ("--prompt 1 --prompt []", "prompt number 2 is empty"),
+        ("--prompt two", "prompt number 1: 'two' is not a list of tokens"),
+        ("--prompt 50", "prompt number 1 holds 50: tokens of this model are integers from 0 to 49"),
         ("--prompts_file prompts.txt", "prompts.txt, line 3 holds 50"),
         ("--prompts_file binary.txt", "binary.txt is not text"),
         ("--prompts_file deep.jsonl", "deep.jsonl, line 1: '[[["),

@@ -230,7 +230,10 @@ def test_an_error_is_no_formula_of_a_spreadsheet(monkeypatch: pytest.MonkeyPatch
         ({"temperature": [0]}, "unknown setting temperature: did you mean temperatures?"),
         ({"pairs": None}, "tiny.yaml: pairs is missing"),
         ({"pairs": {"rnn": {}}}, "name the models by one of"),
-        ({"pairs": {"rnn": {"ckpt": "gone.ckpt"}}}, "gone.ckpt: No such file or directory"),
+        (
+            {"pairs": {"rnn": {"ckpt": "gone.ckpt"}}},
+            "pairs.rnn.ckpt: there is no checkpoint gone.ckpt",
+        ),
         (
             {"pairs": {"rnn": {"ckpt": "tiny.ckpt", "device": "cpu"}}},
             "pairs.rnn must be a mapping of ckpt, pair",

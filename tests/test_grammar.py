@@ -498,7 +498,7 @@ def test_a_grammar_without_the_library_is_refused(monkeypatch: pytest.MonkeyPatc
     import sys
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ValueError, match=r"install lightning_specdec\[structured\]"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[structured\]'"):
         autoregressive_decode(
             target_of("rnn"), [1], processors=(Grammar.regex("abcde|a"),), eos=EOS
         )

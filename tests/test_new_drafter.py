@@ -136,7 +136,7 @@ def test_a_decoder_takes_a_kind_by_its_name_too(kind: type[Any]) -> None:
     for wrong, message in (
         ("NGramDraftr", "did you mean NGramDrafter"),
         (3, "drafter must be a name"),
-        (kind, "a name"),
+        (kind, "HabitDrafter is a class: call it"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.with_drafter(wrong)  # type: ignore[arg-type]

@@ -122,7 +122,8 @@ def test_validate_and_test_read_the_same_yaml_and_the_best_checkpoint(
         "version_0"
     ]
     if name == "validate":
-        assert str(min(event.value for event in events.Scalars("val/loss")))[:6] in output
+        best_loss = min(event.value for event in events.Scalars("val/loss"))
+        assert f"{best_loss:.3f}" in output
 
 
 def test_a_strangers_checkpoint_deletes_nothing(

@@ -21,7 +21,7 @@ from lightning_specdec.bench.results import ResultsWriter
 from lightning_specdec.bench.run_progress import RunProgress
 from lightning_specdec.checkpoints.loading import find_device, load_pair
 from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.config.models import DEFAULT_DEVICE, check_directory
+from lightning_specdec.config.models import DEFAULT_DEVICE, advice_on_path, check_directory
 from lightning_specdec.config.pairs import get_pair
 from lightning_specdec.config.terminal import one_line
 from lightning_specdec.data.prompts import (
@@ -243,10 +243,15 @@ def check_pairs(config: BenchConfig) -> None:
     find_device(config.device or DEFAULT_DEVICE)
     if config.prompts not in (OWN, SHIPPED):
         read_prompts(Path(config.prompts).expanduser())
-    for pair in config.pairs.values():
+    for name, pair in config.pairs.items():
         if pair.ckpt is not None:
+            path = Path(pair.ckpt)
+            if not path.exists():
+                raise FileNotFoundError(
+                    f"pairs.{name}.ckpt: there is no checkpoint {path}{advice_on_path(path)}"
+                )
             # Opening it raises an error with the file's name.
-            open(pair.ckpt, "rb").close()
+            path.open("rb").close()
         elif pair.pair is not None:
             get_pair(pair.pair)
         else:

@@ -95,9 +95,17 @@ def _read_configs(settings: BenchSettings) -> list[BenchConfig]:
                 "by `name:` in its YAML or --name"
             )
         configs[config.name] = config
-    completed = [with_engine_of_pairs(config) for config in configs.values()]
-    for config in completed:
-        check_pairs(config)
+
+    completed = []
+    for path, config in zip(settings.config, configs.values(), strict=True):
+        try:
+            completed_config = with_engine_of_pairs(config)
+            check_pairs(completed_config)
+        except (ValueError, FileNotFoundError) as error:
+            if isinstance(error, OSError) and error.strerror:
+                raise  # It names its file.
+            raise ValueError(f"{path}: {error}") from error
+        completed.append(completed_config)
     return completed
 
 

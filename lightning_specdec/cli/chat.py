@@ -57,6 +57,8 @@ class ChatSettings(TemplateSettings):
 
 def add_arguments(parser: Parser) -> None:
     parser.add_models(skip=("ckpt",))
+    for flag in ("--prompt", "--prompts_file"):
+        parser.absent_flags[flag] = "type messages, or pipe them in, one a line"
     # Accepted so that `run` can explain why it does not apply.
     parser.add_argument("--ckpt", help=argparse.SUPPRESS)
     parser.add_settings("Prompt", ChatSettings)

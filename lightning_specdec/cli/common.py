@@ -208,12 +208,14 @@ def _read_prompts(settings: PromptSettings) -> list[Prompt] | None:
         if text == "-":
             prompts += read_prompts(Path("-"), as_typed=True)
         else:
-            prompts.append(Prompt(f"--prompt {number}", "", text=text))
+            prompts.append(Prompt(f"prompt number {number}", "", text=text))
     if settings.prompts_file is not None:
         prompts += read_prompts(Path(settings.prompts_file), as_typed=True)
 
     if not prompts:
-        raise ValueError("there is no prompt: give at least one line")
+        place = settings.prompts_file or "-"
+        described = "stdin" if place == "-" else place
+        raise ValueError(f"{described} holds no prompt: give at least one line")
     for prompt in prompts:
         if not prompt.text:
             raise ValueError(f"{prompt.id} is empty: give at least one token")

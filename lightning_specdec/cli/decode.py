@@ -99,10 +99,16 @@ class Outcome:
 
 def run(options: Namespace) -> int:
     """Decode with each method, measure, and print the answer, the outputs, and the table."""
+    # Imported here because numpy and the tokenizers take a while.
+    from lightning_specdec.text.grammar import check_installed
+
     settings = chosen(options, DecodeSettings)
     measure = chosen(options, MeasureSettings)
     config = decoding(options)
     grammar = chosen(options, GrammarSettings).given
+    if grammar is not None:
+        # Checked here because loading the models, which comes first, takes seconds.
+        check_installed()
     loaded = load(options)
     decoder = loaded.decoder
     if grammar is not None:

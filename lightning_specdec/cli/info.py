@@ -227,7 +227,7 @@ def _describe_model(source: TargetSource) -> dict[str, Any]:
         "device": str(model.device),
         "context": model.max_positions,
         "vocabulary": model.vocab_size,
-        "snapshot_bytes": model.snapshot_bytes(),
+        "snapshot_bytes": model.snapshot_bytes() or None,
         "chat_template": model.tokenizer is not None and model.tokenizer.has_chat_template,
     }
 

@@ -177,6 +177,8 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
         )
+        # What to do instead of using a flag that other verbs have and this one has not.
+        self.absent_flags: dict[str, str] = {}
 
     def format_help(self) -> str:
         positionals = [action.dest for action in self._actions if not action.option_strings]
@@ -324,6 +326,9 @@ class Parser(argparse.ArgumentParser):
             return ""
 
         known_flags = list(self._option_string_actions)
+        advice = self.absent_flags.get(unknown)
+        if advice is not None and unknown not in known_flags:
+            return f": {advice}"
         # An abbreviation stands for the first flag that it starts.
         matches = [flag for flag in known_flags if flag.startswith(unknown)]
         if not matches:
@@ -415,7 +420,7 @@ def _value_options(field: Field[Any], hint: Any) -> dict[str, Any]:
             item_types.append(option)
 
     choices = field.metadata.get("choices")
-    if choices:
+    if choices and metavar is None:
         metavar = "{" + ",".join(choices) + "}"
     elif metavar is None and int in item_types:
         metavar = "INT"

@@ -44,7 +44,7 @@ def run(options: Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. SIGHUP loads the draft again."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        raise ValueError(f"the server needs {', '.join(missing)}: install lightning_specdec[serve]")
+        raise ValueError(f"the server needs {', '.join(missing)}: pip install '.[serve]'")
     settings = chosen(options, ServeSettings)
     settings.api_key()
     config = decoding(options)

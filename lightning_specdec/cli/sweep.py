@@ -226,7 +226,7 @@ class _Reporter:
         minutes, seconds = divmod(seconds_left, 60)
         parts = [f"{minutes}:{seconds:02d} left"]
         if progress.leader:
-            parts.append(f"{progress.num_left} ways in the race")
+            parts.append(f"{counted(progress.num_left, 'way')} in the race")
             parts.append(progress.leader)
         # The reporter appends the seconds of this step.
         parts.append(progress.step)

@@ -99,6 +99,9 @@ class DecodingConfig(SamplingSettings):
             object.__setattr__(self, name, value)
         super().__post_init__()
 
+        if "" in self.stop:
+            raise ValueError("a stop string is empty: give at least one character")
+
         # Anything else is a `Window`, which checks itself.
         if isinstance(self.num_draft_tokens, int | float | str):
             limits = {"minimum": 1, "maximum": MAX_TOKENS, "choices": ("auto",)}

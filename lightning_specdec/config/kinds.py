@@ -240,8 +240,14 @@ class Choice:
             if name and isinstance(name, str) and isinstance(settings, Mapping):
                 return cls(_ALIASES.get(name, name), dict(settings))
 
+        if isinstance(value, type):
+            raise ValueError(
+                f"{where} must be an object, and {value.__name__} is a class: call it, as "
+                f"{value.__name__}()"
+            )
         # An empty name is reported in the form of a specification.
         reported = {"class_path": value} if isinstance(value, str) else value
         raise ValueError(
-            f"{where} must be a name, or {{class_path: NAME, init_args: {{...}}}}, got {reported!r}"
+            f"{where} must be a name, {{class_path: NAME, init_args: {{...}}}}, or in Python an "
+            f"object, got {reported!r}"
         )

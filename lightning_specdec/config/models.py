@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_specdec.config.hub import has_model
 from lightning_specdec.config.kinds import DRAFTERS, Choice
-from lightning_specdec.config.settings import Settings, nearest, setting
+from lightning_specdec.config.settings import Settings, nearest_path, setting
 
 CHECKPOINTS = "checkpoints"
 """Directory of a clone of the repository that contains the models and drafts that ship."""
@@ -230,7 +230,7 @@ def is_run(path: Path) -> bool:
 def advice_on_path(path: Path) -> str:
     """The end of a message about a path that does not exist: a similar name, or what to do."""
     names = [neighbor.name for neighbor in path.parent.glob("*")]
-    advice = nearest(path.name, names)
+    advice = nearest_path(path.name, names)
     if advice:
         return advice
     if path.parts[:1] == (CHECKPOINTS,):

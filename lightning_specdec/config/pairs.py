@@ -27,7 +27,7 @@ from lightning_specdec.config.models import (
     QUANTIZATIONS,
     PairSource,
 )
-from lightning_specdec.config.settings import Settings, nearest, setting
+from lightning_specdec.config.settings import Settings, nearest, nearest_path, setting
 from lightning_specdec.config.yaml_text import read_yaml
 
 log = logging.getLogger(__name__)
@@ -333,7 +333,7 @@ def nearest_config(path: str) -> str:
     names = [f"configs/{config.relative_to(shipped)}" for config in shipped.glob("**/*.yaml")]
     neighbors = Path(path).expanduser().parent.glob("*.yaml")
     names += [str(neighbor) for neighbor in neighbors]
-    return nearest(path, names)
+    return nearest_path(path, names)
 
 
 def read_pair(path: Path) -> Pair:

@@ -127,7 +127,18 @@ def _check_choice(
             allowed += f" from {limits['minimum']}"
         if limits.get("maximum") is not None:
             allowed += f" to {limits['maximum']}"
-    raise ValueError(f"{name} must be {allowed}, got {value!r}{nearest(value, choices)}")
+    raise ValueError(f"{name} must be {allowed}, got {value!r}{_nearest_choice(value, choices)}")
+
+
+def _nearest_choice(value: Any, choices: Sequence[str]) -> str:
+    """Advice on the nearest choice; none on one that differs in its number, as float8 and float64.
+
+    Such a value is no misspelling, and the message lists all choices.
+    """
+    word = str(value).rstrip("0123456789")
+    if any(choice.rstrip("0123456789") == word for choice in choices):
+        return ""
+    return nearest(value, choices)
 
 
 def _check_int(name: str, value: object, limits: Mapping[str, Any]) -> int:
@@ -178,6 +189,30 @@ def nearest(name: object, known_names: Iterable[str]) -> str:
     return f": did you mean {matches[0]}?" if matches else ""
 
 
+def nearest_path(path: str, known_paths: Iterable[str]) -> str:
+    """Return ": did you mean PATH?" for the path with the most similar name, or "".
+
+    Endings and directories, which many paths share, do not make names similar. Of files with the
+    same name, the nearest path is returned.
+    """
+    paths_by_stem: dict[str, list[str]] = {}
+    for known_path in known_paths:
+        paths_by_stem.setdefault(_stem(known_path), []).append(known_path)
+    stems = difflib.get_close_matches(_stem(path), paths_by_stem, n=1)
+    if not stems:
+        return ""
+    candidates = paths_by_stem[stems[0]]
+    nearest_candidate = max(
+        candidates, key=lambda known: difflib.SequenceMatcher(None, path, known).ratio()
+    )
+    return f": did you mean {nearest_candidate}?"
+
+
+def _stem(path: str) -> str:
+    """The name of a path without an ending such as .yaml; the number in Qwen2.5 is none."""
+    return re.sub(r"\.[A-Za-z]+$", "", path.rpartition("/")[2])
+
+
 @dataclass(frozen=True)
 class Settings:
     """Base of all settings. Checks every field, and converts from and to plain values.
@@ -185,6 +220,11 @@ class Settings:
     Raises:
         ValueError: a field has the wrong type or is out of range.
     """
+
+    def __new__(cls: type[S], *_: Any, **named: Any) -> S:
+        # Python's own error about an unknown argument would not name the nearest field.
+        check_names(named, cls)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         field_types = hints(type(self))  # type: ignore[arg-type]
@@ -396,7 +436,7 @@ def check_names(values: Mapping[str, Any], settings: type[Settings], where: str 
         if not advice and known_names:
             advice = f": choose from {', '.join(known_names)}"
         elif not advice:
-            advice = ": there are none"
+            raise ValueError(f"{where.rstrip('.') or settings.__name__} has no settings")
         raise ValueError(f"unknown setting {where}{name}{advice}")
 
 

@@ -87,6 +87,13 @@ def read_yaml(path: Path) -> Any:
         check_yaml(text)
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid YAML: {one_line(error)[:300]}") from error
+        raise not_yaml(path, error) from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def not_yaml(path: Path, error: Exception) -> ValueError:
+    """The error about a file that is no YAML, with the place where reading it failed."""
+    # The mark calls the text "<unicode string>", as it was read before it was parsed.
+    reason = one_line(error).replace('in "<unicode string>", ', "at ")
+    return ValueError(f"{path} is not valid YAML: {reason[:300]}")

@@ -337,8 +337,8 @@ class TokenData(LightningDataModule, ABC):
         if num_sequences < num_needed:
             raise ValueError(
                 f"{source}: {num_sequences} distinct sequences, and the splits need {num_needed} "
-                f"({self.num_val} val + {self.num_test} test + train): lower num_train, num_val or "
-                "num_test, or give more data"
+                f"({self.num_val} val + {self.num_test} test + {min_train} train): lower "
+                "num_train, num_val or num_test, or give more data"
             )
 
         generator = torch.Generator().manual_seed(self.seed)

@@ -98,6 +98,10 @@ class Request:
         self.logprobs: list[float] | None = None
         self.top_logprobs: list[TopLogprobs] = []
 
+    def __repr__(self) -> str:
+        state = "live" if self.live else f"ended by {self.stop_reason!r}"
+        return f"Request(index={self.index}, {len(self.text)} tokens, {state})"
+
     @property
     def live(self) -> bool:
         """Whether the row has not ended."""

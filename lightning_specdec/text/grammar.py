@@ -16,7 +16,7 @@ from lightning_specdec.text.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from jaxtyping import Int
 
-EXTRA = "structured output needs llguidance: install lightning_specdec[structured]"
+EXTRA = "structured output needs llguidance: pip install '.[structured]'"
 
 MAX_ERROR_SIZE = 300
 """Characters of an error of the library that are shown."""
@@ -230,6 +230,11 @@ def json_rule(schema: Mapping[str, Any] | bool) -> str:
     # A schema cannot choose to leave out what the library does not support.
     library_schema = {**schema, "x-guidance": {**options, "lenient": False}}
     return f"%json {json.dumps(library_schema)}"
+
+
+def check_installed() -> None:
+    """Raise ValueError unless `llguidance` is installed."""
+    _library()
 
 
 def _library() -> Any:

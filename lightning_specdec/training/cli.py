@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 import logging
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -32,8 +32,8 @@ from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, search_here
 from lightning_specdec.config.settings import nearest
-from lightning_specdec.config.terminal import say
-from lightning_specdec.config.yaml_text import check_yaml
+from lightning_specdec.config.terminal import say, short
+from lightning_specdec.config.yaml_text import check_yaml, not_yaml
 from lightning_specdec.data import *  # noqa: F403
 from lightning_specdec.data import TokenData
 from lightning_specdec.models.packed import limit_threads
@@ -64,6 +64,15 @@ _YAML_OPTIONS = ("--config", "--trainer", "--model", "--data")
 """Options whose values may be YAML files."""
 _UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
 """What jsonargparse says of a name that is no class of the right type."""
+_EXPECTED_TYPE = re.compile(
+    r"Expected a (?:<class '(?P<type>int|float|bool|str)'>)(?:\. Got value: (?P<value>.*))?"
+)
+"""What jsonargparse says of a value of the wrong type."""
+_TYPE_WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
+_UNKNOWN_SETTING = re.compile(r"Subcommand '\w+' does not accept option '([\w.]+)'")
+"""What jsonargparse says of an entry of a config that does not exist."""
+_SECTIONS = ("model", "data", "trainer", "ckpt_path", "save_seconds", "seed_everything")
+"""Entries at the top of a config."""
 _SUMMARY = ("loss", "acceptance_rate", "block_efficiency", "walltime_speedup")
 """Metrics that are printed at the end of a run."""
 _SCAFFOLD = re.compile(
@@ -298,7 +307,7 @@ class TrainingCLI(LightningCLI):
         path: str | None = None
         step = 0
         if checkpoint_name:
-            path = self.files.find(str(checkpoint_name))
+            path = self.files.find(str(checkpoint_name), fit_command=_fit_command(sys.argv[2:]))
             kwargs["ckpt_path"] = path
             step = check_checkpoint(
                 path, self.trainer, self.model, self.datamodule, resume=subcommand == "fit"
@@ -307,6 +316,10 @@ class TrainingCLI(LightningCLI):
         if subcommand == "fit" and not is_trial(self.trainer):
             # Only `last` continues in the directory of its run.
             self._begin_run(path, step, is_last=checkpoint_name == "last")
+        if subcommand in ("validate", "test"):
+            # Lightning's table shows all digits of a float; `_print_metrics` rounds.
+            self._shows_metrics = bool(kwargs.get("verbose"))
+            kwargs["verbose"] = False
         # Reads checkpoints without executing code from them.
         return {**kwargs, "weights_only": True}
 
@@ -335,6 +348,22 @@ class TrainingCLI(LightningCLI):
             raise
         finally:
             self.files.release(keep=self.trainer.state.finished or self.trainer.global_step > 0)
+
+    def after_validate(self) -> None:
+        """Print all metrics of the validation."""
+        self._print_metrics()
+
+    def after_test(self) -> None:
+        """Print all metrics of the test."""
+        self._print_metrics()
+
+    def _print_metrics(self) -> None:
+        if not self._shows_metrics or not self.trainer.is_global_zero:
+            return
+        metrics = sorted(self.trainer.callback_metrics.items())
+        width = max((len(name) for name, _ in metrics), default=0)
+        for name, value in metrics:
+            say(f"{name:<{width}}  {float(value):.3f}")
 
     def after_fit(self) -> None:
         """Print the last metrics, and where checkpoints and curves are."""
@@ -409,11 +438,22 @@ def _data_name(words: Sequence[str]) -> str | None:
     return name if name and name.isidentifier() else None
 
 
+def _fit_command(words: Sequence[str]) -> str:
+    """The command that trains what the configs of a command line describe."""
+    command = ["lightning_specdec", "fit"]
+    for word, next_word in pairwise([*words, ""]):
+        option, separator, joined_value = word.partition("=")
+        if option == "--config":
+            command += [option, joined_value if separator else next_word]
+    return shlex.join(command)
+
+
 def prepare(arguments: list[str]) -> None:
     """Check the YAML files of a command line, and import the classes that it names.
 
     Raises:
-        ValueError: a config is nested so deeply or repeats so much that the parser would fail.
+        ValueError: a config is no YAML, or is nested so deeply or repeats so much that the parser
+            would fail.
     """
     texts = list(arguments)
     for option, next_argument in pairwise([*arguments, ""]):
@@ -423,9 +463,10 @@ def prepare(arguments: list[str]) -> None:
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         texts.append(text)
-        # The parser reports where the syntax is wrong.
-        with contextlib.suppress(yaml.YAMLError):
+        try:
             check_yaml(text)
+        except yaml.YAMLError as error:
+            raise not_yaml(path, error) from error
     for name in MODELS:
         if any(name in text for text in texts):
             MODELS.load(name)
@@ -441,11 +482,37 @@ def one_line(report: str) -> str:
         reason = re.sub(r'^(- )?(Parser key "[^"]+":? ?)?', "", line.strip())
         if reason and not _SCAFFOLD.match(reason):
             reasons[reason] = None
-    text = "; ".join(reasons) or " ".join(report.split())
+    text = _describe_types(list(reasons), report) or " ".join(report.split())
+    text = _UNKNOWN_SETTING.sub(_describe_unknown_setting, text)
     text = _UNKNOWN_CLASS.sub(_describe_unknown_class, text)
     if keys:
         return f"{'.'.join(keys)}: {text}"
     return text
+
+
+def _describe_types(reasons: list[str], report: str) -> str:
+    """The reasons in one sentence, with the types that a value may have in plain words."""
+    type_words = []
+    other_reasons = []
+    got = re.search(r"^ *Given value: (.*)$", report, re.MULTILINE)
+    value = got[1] if got else None
+    for reason in reasons:
+        match = _EXPECTED_TYPE.fullmatch(reason)
+        if match is None:
+            other_reasons.append(reason)
+            continue
+        type_name = match["type"]
+        type_words.append(_TYPE_WORDS.get(type_name, type_name))
+        value = match["value"] or value
+    if not type_words:
+        return "; ".join(other_reasons)
+
+    # The other reasons are advice on classes, which the value could name as well.
+    sentence = f"must be {' or '.join(type_words)}"
+    if value is None:
+        return sentence
+    is_word = value.replace("_", "").isalpha()
+    return f"{sentence}, got {short(repr(value) if is_word else value, 60)}"
 
 
 def _describe_unknown_class(match: re.Match[str]) -> str:
@@ -491,6 +558,20 @@ def _known_arguments(command: Sequence[str], *, of_data: bool) -> list[str]:
                 if "__init__" in vars(base) and base is not object:
                     names += inspect.signature(base).parameters
     return names
+
+
+def _describe_unknown_setting(match: re.Match[str]) -> str:
+    """The message about an entry of a config that does not exist, with the nearest name."""
+    section, _, rest = match[1].partition(".")
+    if section == "trainer" and rest:
+        name = rest.partition(".")[0]
+        known_names = list(inspect.signature(Trainer).parameters)
+        advice = nearest(name, known_names) or ": see `lightning_specdec fit --help_all`"
+        return f"unknown setting trainer.{name}{advice}"
+    if section in _SECTIONS:
+        return f"unknown setting {match[1]}"
+    advice = nearest(section, _SECTIONS) or f": choose from {', '.join(_SECTIONS)}"
+    return f"unknown setting {section}{advice}"
 
 
 def _advice(report: str) -> str:

@@ -119,8 +119,12 @@ class RunFiles:
         self._lock_descriptors: list[int] = []
         self._new_directories: list[Path] = []
 
-    def find(self, name: str) -> str:
+    def find(self, name: str, *, fit_command: str) -> str:
         """Return the checkpoint that `last`, `best` or a path selects.
+
+        Args:
+            name: `last`, `best` or a path.
+            fit_command: the command that writes such checkpoints, for messages.
 
         Raises:
             FileNotFoundError: there is no such checkpoint yet.
@@ -134,7 +138,18 @@ class RunFiles:
                 "file"
             )
         directory = next(iter(self.checkpoints.values()))
-        return str(runs.find(directory, (name,)))
+        advice = f"train one with `{fit_command}`"
+        if not directory.is_dir():
+            raise FileNotFoundError(
+                f"there is no {name} checkpoint, since there is no directory "
+                f"{seen_from_here(directory)}: {advice}"
+            )
+        try:
+            return str(runs.find(directory, (name,)))
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"there is no {name} checkpoint in {seen_from_here(directory)}: {advice}"
+            ) from None
 
     @rank_zero_only
     def claim(self, resumed: str | None, step: int = 0) -> None:
