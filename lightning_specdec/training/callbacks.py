@@ -296,8 +296,12 @@ class ShowActivity(Callback):
         self._activity.__enter__()
 
     def _advance(self) -> None:
-        if self._activity is not None:
-            self._activity.advance()
+        if self._activity is None:
+            return
+        self._activity.advance()
+        if self._activity.num_done == self._activity.total:
+            # What follows is not about batches: callbacks decode, and checkpoints are written.
+            self._end()
 
     def _end(self) -> None:
         if self._activity is not None:
