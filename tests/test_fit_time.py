@@ -38,6 +38,22 @@ def test_no_answer_begins_after_the_limit() -> None:
     assert standard.num_tokens == drafted.num_tokens == 8
 
 
+def test_another_answer_begins_only_if_it_would_end_in_time() -> None:
+    """Each answer has 24 tokens, and all methods together take a second for each of them."""
+    config = SimpleNamespace(max_new_tokens=24)
+    case: Any = SimpleNamespace(config=config, batch_size=1)
+
+    def has_time(num_begun: int, num_tokens: int, max_seconds: float) -> bool:
+        tape: Any = SimpleNamespace(num_begun=num_begun, num_tokens=num_tokens)
+        return measure._has_time_for_more(tape, case, float(num_tokens), max_seconds)
+
+    assert has_time(1, 6, 30.0), "the next turn is still of this answer"
+    assert not has_time(1, 12, 47.0)
+    assert has_time(1, 12, 48.0)
+    assert not has_time(2, 36, 71.0)
+    assert not has_time(1, 6, 5.0)
+
+
 def test_a_validation_without_time_decodes_one_prompt(tmp_path: Path) -> None:
     decoding = DecodeHeldOut(num_prompts=3, max_new_tokens=20)
     decoding.max_seconds = 0.0
@@ -77,7 +93,7 @@ def test_the_estimate_of_a_validation_reads_each_prompt_once(
         "lightning_specdec.training.decode_callback.compare_once", lambda *arguments: compared
     )
     decoding = DecodeHeldOut(num_prompts=3, max_new_tokens=16)
-    assert decoding.estimated_seconds(trainer, module) == pytest.approx(3 * 2 * (5 + 14))
+    assert decoding.estimated_seconds(trainer, module) == pytest.approx(3.5 * 2 * (5 + 14))
 
 
 def test_the_verdict_ends_with_the_time_of_the_run(

@@ -13,8 +13,10 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_specdec.training import TimeLimit
 from lightning_specdec.training.optimizers import (
+    BATCHES_SHARE,
     DECODING_SHARE,
     LEAST_DECODING,
+    PACKING_FACTOR,
     SAVE_SECONDS,
     START_UP_FACTOR,
     check_start_up,
@@ -24,8 +26,8 @@ BATCH_SECONDS = 2.0
 NUM_BATCHES = 10
 DECODE_SECONDS = 12.0
 VALIDATION_SECONDS = BATCH_SECONDS * NUM_BATCHES + DECODE_SECONDS + SAVE_SECONDS
-RESERVED_SECONDS = VALIDATION_SECONDS + DECODE_SECONDS
-"""The verdict decodes as much as a validation."""
+RESERVED_SECONDS = VALIDATION_SECONDS + PACKING_FACTOR * DECODE_SECONDS
+"""The verdict decodes as much as a validation, and packs the weights."""
 
 
 def fake_trainer() -> Any:
@@ -68,21 +70,23 @@ def test_the_last_validation_and_a_step_are_reserved(monkeypatch: pytest.MonkeyP
     limit._start_time[RunningStage.VALIDATING] = time.monotonic() - 50
     limit.on_validation_end(trainer, None)  # type: ignore[arg-type]
     assert limit.time_remaining() == pytest.approx(
-        120 - 5 - 50 - SAVE_SECONDS - DECODE_SECONDS, abs=2
+        120 - 5 - 50 - SAVE_SECONDS - PACKING_FACTOR * DECODE_SECONDS, abs=2
     )
 
 
 def test_with_little_time_the_end_of_a_run_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fraction of what is left is decoded, and the rest is for training."""
     limit = started(1.0, 20.0, monkeypatch)
-    seconds_after_batches = 60 - 20 - BATCH_SECONDS * NUM_BATCHES - SAVE_SECONDS
+    num_batches = int(BATCHES_SHARE * (60 - 20) / BATCH_SECONDS)
+    assert 1 < num_batches < NUM_BATCHES
+    seconds_after_batches = 60 - 20 - BATCH_SECONDS * num_batches - SAVE_SECONDS
     decode_seconds = max(LEAST_DECODING * DECODE_SECONDS, DECODING_SHARE * seconds_after_batches)
     assert decode_seconds < DECODE_SECONDS
-    expected = seconds_after_batches - 2 * decode_seconds
+    expected = seconds_after_batches - (1 + PACKING_FACTOR) * decode_seconds
     assert limit.time_remaining() == pytest.approx(expected, abs=2)
 
 
-@pytest.mark.parametrize("start_up_seconds", [35.0, 55.0])
+@pytest.mark.parametrize("start_up_seconds", [52.0, 58.0])
 def test_the_advice_for_a_time_that_is_too_short_works(
     start_up_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

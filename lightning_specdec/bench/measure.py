@@ -397,6 +397,7 @@ def _run_in_turns(
     tapes = [case.tape(repeat) for case in cases]
     errors: dict[int, Exception] = {}
     num_pieces = 0
+    start = time.monotonic()
 
     def run_piece(index: int, goal: int) -> None:
         nonlocal num_pieces
@@ -422,7 +423,8 @@ def _run_in_turns(
 
     batch_size = max((case.batch_size for case in cases), default=1)
     for _ in take_turns(tapes, piece_tokens=PIECE_TOKENS * batch_size, run_piece=run_piece):
-        if time.monotonic() >= deadline:
+        seconds = time.monotonic() - start
+        if not _has_time_for_more(tapes[0], cases[0], seconds, deadline - start):
             # All cases end with the same answer, so that their texts stay comparable.
             num_answers = max(tape.num_begun for tape in tapes)
             for tape in tapes:
@@ -432,6 +434,26 @@ def _run_in_turns(
     for index, case_index in enumerate(running_cases):
         outcomes[case_index] = errors.get(index, tapes[index])
     return outcomes
+
+
+def _has_time_for_more(tape: Tape, case: Case, seconds: float, max_seconds: float) -> bool:
+    """Whether another answer would end in time; true while none could begin in the next turn.
+
+    Args:
+        tape: of a case that takes turns with others.
+        case: its case.
+        seconds: time of all turns so far.
+        max_seconds: time that there is for all turns.
+    """
+    if seconds >= max_seconds:
+        return False
+    most_tokens = case.config.max_new_tokens * case.batch_size
+    num_left = most_tokens * tape.num_begun - tape.num_tokens
+    if num_left > PIECE_TOKENS * case.batch_size:
+        return True
+    # Reading the prompts is a part of this, so a later guess is better than an early one.
+    answer_seconds = seconds * most_tokens / max(1, tape.num_tokens)
+    return (tape.num_begun + 1) * answer_seconds <= max_seconds
 
 
 class MeasuredPair(NamedTuple):

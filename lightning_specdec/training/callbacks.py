@@ -265,6 +265,8 @@ class ShowActivity(Callback):
         show_activity("generating", is_shown_elsewhere=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.should_stop:
+            show_activity("the last validation")
         self._begin("validating", trainer.num_val_batches)
 
     def on_validation_batch_end(self, *args: Any) -> None:

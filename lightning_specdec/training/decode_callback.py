@@ -23,6 +23,8 @@ from lightning_specdec.training.target_outputs import is_sharded
 
 NUM_TIMED_TOKENS = 8
 """New tokens that are decoded to estimate how long a validation takes."""
+WARM_UP_PROMPTS = 0.5
+"""What a measurement decodes before it begins, in prompts."""
 MEASURED = frozenset(("acceptance_rate", "block_efficiency"))
 """Metrics that are measured, and whose estimates are therefore renamed."""
 
@@ -99,7 +101,7 @@ class DecodeHeldOut(Callback):
             later_seconds = result.seconds - token_seconds[0]
             factor = self.max_new_tokens / num_tokens
             self.prompt_seconds += token_seconds[0] + factor * later_seconds
-        return self.num_prompts * self.prompt_seconds
+        return (self.num_prompts + WARM_UP_PROMPTS) * self.prompt_seconds
 
     def num_affordable_tokens(self, max_seconds: float | None) -> int:
         """New tokens of a prompt for which so much time is enough, and at least a piece of them."""

@@ -34,6 +34,10 @@ DECODING_SHARE = 0.15
 
 They take less if they need less.
 """
+BATCHES_SHARE = 0.25
+"""The part of the time after start-up for the batches of the last validation, one at least."""
+PACKING_FACTOR = 1.5
+"""Time of the verdict, which packs the weights first, as a multiple of what it decodes for."""
 LEAST_DECODING = 0.25
 """The part of what a validation decodes that suffices for a run with little time: a prompt."""
 LOAD_MARGIN = 2.0
@@ -202,8 +206,9 @@ class TimeLimit(Timer):
     def _divide_time(self, trainer: Trainer, pl_module: LightningModule) -> float:
         """Limit how long the last validation and the verdict decode; returns the time of both."""
         assert self._validation_batch_seconds is not None
-        num_batches = sum(trainer.num_val_batches)
         seconds = SAVE_SECONDS
+        self._limit_batches(trainer, self._validation_batch_seconds)
+        num_batches = sum(trainer.num_val_batches)
         if math.isfinite(num_batches):
             seconds += self._validation_batch_seconds * num_batches
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -215,8 +220,19 @@ class TimeLimit(Timer):
             callback.max_seconds = min(needed, max(LEAST_DECODING * needed, share))
             seconds += callback.max_seconds
             # The verdict decodes the same prompts, with packed weights.
-            self._verdict_seconds = callback.max_seconds
+            self._verdict_seconds = PACKING_FACTOR * callback.max_seconds
         return seconds + self._verdict_seconds
+
+    def _limit_batches(self, trainer: Trainer, batch_seconds: float) -> None:
+        """Validate with fewer batches if all of them would take too much of the time."""
+        seconds = BATCHES_SHARE * self.seconds_left()
+        num_affordable = max(1, int(seconds / max(batch_seconds, 1e-9)))
+        # All processes must read equally many batches.
+        num_affordable = trainer.strategy.broadcast(num_affordable)
+        num_batches = trainer.num_val_batches
+        for index, num_all in enumerate(num_batches):
+            # The Trainer reads this list at the start of each validation.
+            num_batches[index] = min(num_all, num_affordable)
 
     def _reserve(self, last_seconds: float, step_seconds: float = 0.0) -> None:
         """End the training so early that there is time for these."""
