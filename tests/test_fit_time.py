@@ -19,6 +19,7 @@ from test_pieces import fake_tape
 
 from lightning_specdec.bench import measure
 from lightning_specdec.bench.pieces import PIECE_TOKENS, take_turns
+from lightning_specdec.bench.run_progress import RunProgress
 from lightning_specdec.config import activity
 from lightning_specdec.training import DecodeHeldOut, TimeLimit
 from lightning_specdec.training.callbacks import ShowActivity
@@ -69,6 +70,17 @@ def test_a_validation_without_time_decodes_one_prompt(tmp_path: Path) -> None:
     assert compared == [1]
     assert decoding.verdict.startswith(("pays", "does not pay", "not proven"))
     assert float(trainer.callback_metrics["val/block_efficiency"]) >= 1
+
+
+def test_the_time_left_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = RunProgress("comparing", {"a": 1})
+    tape = fake_tape([1] * 10, seconds_per_step=50.0)
+    tape.run_piece(5)
+    progress.after_piece("a", tape, 10)
+    assert progress.seconds_left == pytest.approx(250.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    progress.deadline = 1020.0
+    assert progress.seconds_left == pytest.approx(20.0)
 
 
 def test_a_prompt_that_is_too_long_for_its_time_is_shortened_to_a_piece_at_least() -> None:

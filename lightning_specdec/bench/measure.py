@@ -493,6 +493,7 @@ def compare_once(
     speculative = replace(standard, method=SPECULATIVE, drafter=drafter, draft=name)
     both = {0: standard, 1: speculative}
     progress = RunProgress(COMPARING, {case.cell: 1 for case in both.values()})
+    progress.deadline = deadline
     with progress:
         for case in both.values():
             case.tape().run_piece(PIECE_TOKENS)
