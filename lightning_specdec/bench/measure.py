@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
 FAILURES = (ValueError, RuntimeError, MemoryError)
 """Errors that a case of ours may fail with. Any other is a fault of the program and is raised."""
 _FOREIGN_FAILURES = tuple(error_type for error_type in FOREIGN if error_type is not OSError)
+COMPARING = "decoding with and without the draft"
+"""What a comparison shows while it lasts."""
 _NUM_DECIMALS = 7
 """Decimals of stored seconds: a tenth of a microsecond."""
 _MAX_ERROR_LENGTH = 1000
@@ -347,13 +351,15 @@ def _run_repeat(
     running_cases: Mapping[int, Case],
     repeat: int,
     progress: RunProgress,
+    deadline: float = math.inf,
 ) -> list[_Run]:
     """Run one repeat of cases that take turns.
 
     Args:
         running_cases: by their index; standard decoding has index 0.
+        deadline: no answer begins after this time, on the clock of `time.monotonic`, but the first.
     """
-    outcomes = _run_in_turns(running_cases, repeat, progress)
+    outcomes = _run_in_turns(running_cases, repeat, progress, deadline)
     standard_tape = outcomes.get(0)
     if isinstance(standard_tape, Exception):
         standard_tape = None
@@ -380,12 +386,18 @@ def _run_in_turns(
     running_cases: Mapping[int, Case],
     repeat: int,
     progress: RunProgress,
+    deadline: float = math.inf,
 ) -> dict[int, Tape | Exception]:
-    """Run one repeat of cases that take turns; returns each case's tape, or its error."""
+    """Run one repeat of cases that take turns; returns each case's tape, or its error.
+
+    Args:
+        deadline: as for `_run_repeat`.
+    """
     cases = list(running_cases.values())
     tapes = [case.tape(repeat) for case in cases]
     errors: dict[int, Exception] = {}
     num_pieces = 0
+    start = time.monotonic()
 
     def run_piece(index: int, goal: int) -> None:
         nonlocal num_pieces
@@ -411,12 +423,37 @@ def _run_in_turns(
 
     batch_size = max((case.batch_size for case in cases), default=1)
     for _ in take_turns(tapes, piece_tokens=PIECE_TOKENS * batch_size, run_piece=run_piece):
-        pass
+        seconds = time.monotonic() - start
+        if not _has_time_for_more(tapes[0], cases[0], seconds, deadline - start):
+            # All cases end with the same answer, so that their texts stay comparable.
+            num_answers = max(tape.num_begun for tape in tapes)
+            for tape in tapes:
+                tape.end_after(num_answers)
 
     outcomes: dict[int, Tape | Exception] = {}
     for index, case_index in enumerate(running_cases):
         outcomes[case_index] = errors.get(index, tapes[index])
     return outcomes
+
+
+def _has_time_for_more(tape: Tape, case: Case, seconds: float, max_seconds: float) -> bool:
+    """Whether another answer would end in time; true while none could begin in the next turn.
+
+    Args:
+        tape: of a case that takes turns with others.
+        case: its case.
+        seconds: time of all turns so far.
+        max_seconds: time that there is for all turns.
+    """
+    if seconds >= max_seconds:
+        return False
+    most_tokens = case.config.max_new_tokens * case.batch_size
+    num_left = most_tokens * tape.num_begun - tape.num_tokens
+    if num_left > PIECE_TOKENS * case.batch_size:
+        return True
+    # Reading the prompts is a part of this, so a later guess is better than an early one.
+    answer_seconds = seconds * most_tokens / max(1, tape.num_tokens)
+    return (tape.num_begun + 1) * answer_seconds <= max_seconds
 
 
 class MeasuredPair(NamedTuple):
@@ -438,23 +475,29 @@ def compare_once(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     config: DecodingConfig,
+    *,
+    max_seconds: float | None = None,
 ) -> MeasuredPair:
     """Decode prompts once with and without a drafter, in turns, after a short warm-up.
 
     Args:
         target, drafter: in the form that is to be measured.
+        max_seconds: time after which no further prompt is begun; at least one is decoded.
 
     Raises:
         ValueError: the pair cannot decode these prompts with these settings.
     """
+    deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
     standard = _standard_case(target, prompts, config, batch_size=1)
     name = DRAFTERS.name_of(type(drafter))
     speculative = replace(standard, method=SPECULATIVE, drafter=drafter, draft=name)
     both = {0: standard, 1: speculative}
-    for case in both.values():
-        case.tape().run_piece(PIECE_TOKENS)
-    progress = RunProgress("comparing", {case.cell: 1 for case in both.values()})
-    standard_run, run = _run_repeat(both, 0, progress)
+    progress = RunProgress(COMPARING, {case.cell: 1 for case in both.values()})
+    progress.deadline = deadline
+    with progress:
+        for case in both.values():
+            case.tape().run_piece(PIECE_TOKENS)
+        standard_run, run = _run_repeat(both, 0, progress, deadline)
     for row, _ in (standard_run, run):
         if row.error is not None:
             raise ValueError(row.error)

@@ -251,6 +251,15 @@ class Tape:
             return self._num_answers * later_seconds / len(later_answers)
         return self._num_answers * self._answers[0].expected_seconds(max_tokens)
 
+    @property
+    def num_begun(self) -> int:
+        """Answers that have begun, those that have ended included."""
+        return len(self._answers)
+
+    def end_after(self, num_answers: int) -> None:
+        """Begin no answer beyond this number of them, at least as many as have begun."""
+        self._num_answers = num_answers
+
     def run_piece(self, goal: int) -> None:
         """Decode until the tape has `goal` tokens, and append the piece."""
         segments: list[Segment] = []

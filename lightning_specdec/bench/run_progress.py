@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Mapping
 from statistics import fmean
@@ -25,6 +26,9 @@ class RunProgress(Activity):
         text: what is measured.
         num_runs: how often each case still runs, by its cell.
         way_of: what cells of several groups have in common, by cell.
+
+    Attributes:
+        deadline: when the runs end even if not all is done, on the clock of `time.monotonic`.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class RunProgress(Activity):
         self._timed_seconds = 0.0
         self._wall_seconds = 0.0
         self._last_time: float | None = None
+        self.deadline = math.inf
 
     def resume(self) -> None:
         """Continue the clock of the wall time, which `pause` stops while a group is prepared."""
@@ -94,7 +99,8 @@ class RunProgress(Activity):
                 total_seconds += max(0.0, seconds - self._current_seconds.get(cell, 0.0))
         # Time between the pieces, such as that of writing the rows, is not in their clocks.
         overhead = self._wall_seconds / self._timed_seconds if self._timed_seconds else 1.0
-        return total_seconds * max(1.0, overhead)
+        seconds_until_deadline = max(0.0, self.deadline - time.monotonic())
+        return min(total_seconds * max(1.0, overhead), seconds_until_deadline)
 
     def _expected_run_seconds(self, cell: Hashable) -> float:
         if cell in self._run_seconds:

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 import yaml
 
 from lightning_specdec.cli.options import join_template_variables
+from lightning_specdec.config.checks import require_number
 from lightning_specdec.config.pairs import nearest_config, shipped_config, shipped_directory
+from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import say
 
 SUMMARIES = {
@@ -44,8 +46,9 @@ _RECIPE = """\
   --target DIR          the target's directory; settings that depend on it follow from it
   --adapter DIR         an adapter of PEFT to merge into the target
   --text PATH...        directories that generate wrote, or text files; shipped is SmolLM2's text
-  --minutes M           duration of the run (default: three epochs). Start-up and the last
-                        validation count, so give 3 or more
+  --minutes M           duration of the run (default: three epochs). Start-up, the last
+                        validation, and the verdict count. Give 5 or more for a model of SmolLM2's
+                        size; a time without room for a step is refused
 """
 _ENGINE = """\
   --engine ENGINE       vLLM: a server's address, or the Python of its environment (--model.engine)
@@ -223,6 +226,7 @@ def _from_recipe(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--adapter")
     options, other_arguments = parser.parse_known_args(words)
+    _check_recipe(options)
     from lightning_specdec.training.draft_recipes import config_for
 
     config = config_for(
@@ -233,3 +237,18 @@ def _from_recipe(words: list[str]) -> tuple[dict[str, Any], list[str]]:
         adapter=options.adapter,
     )
     return config, other_arguments
+
+
+def _check_recipe(options: argparse.Namespace) -> None:
+    """Refuse what is wrong in itself, before the slow import of the recipes."""
+    if options.recipe not in RECIPE_NAMES:
+        advice = nearest(options.recipe, RECIPE_NAMES) or f": give one of {', '.join(RECIPE_NAMES)}"
+        raise ValueError(f"there is no recipe {options.recipe!r}{advice}")
+    if options.minutes is not None:
+        require_number("minutes", options.minutes, low=0.0, high=1e6, low_open=True)
+    # A file may hold a model too. What is in it, the recipe finds out.
+    if not Path(options.target).expanduser().exists():
+        raise FileNotFoundError(
+            f"{options.target}: no such model directory; --target takes one that `save_pretrained` "
+            "wrote"
+        )

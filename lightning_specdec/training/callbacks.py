@@ -265,6 +265,8 @@ class ShowActivity(Callback):
         show_activity("generating", is_shown_elsewhere=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.should_stop:
+            show_activity("the last validation")
         self._begin("validating", trainer.num_val_batches)
 
     def on_validation_batch_end(self, *args: Any) -> None:
@@ -296,8 +298,12 @@ class ShowActivity(Callback):
         self._activity.__enter__()
 
     def _advance(self) -> None:
-        if self._activity is not None:
-            self._activity.advance()
+        if self._activity is None:
+            return
+        self._activity.advance()
+        if self._activity.num_done == self._activity.total:
+            # What follows is not about batches: callbacks decode, and checkpoints are written.
+            self._end()
 
     def _end(self) -> None:
         if self._activity is not None:

@@ -397,6 +397,7 @@ class TrainingCLI(LightningCLI):
             return
         if self.trainer.global_step == 0:
             return  # Nothing was trained.
+        show_activity("measuring the draft as it decodes")
         try:
             verdict = final_verdict(
                 self.model,
@@ -408,10 +409,22 @@ class TrainingCLI(LightningCLI):
             say(f"verdict: none, the draft cannot be decoded here: {error}")
             return
         say(f"verdict: {verdict}")
+        source = self._checkpoint_source()
+        if source is None:
+            say("next: nothing was saved: add a ModelCheckpoint to trainer.callbacks")
+        else:
+            say(f"next: {next_command(self.model, seen_from_here(source))}")
+
+    def _checkpoint_source(self) -> Path | None:
+        """The directory of this name's runs, or a file that Lightning saved; None without any."""
         directories = list(self.files.checkpoints)
         if directories:
-            run_directory = Path(str(directories[0].dirpath)).parent
-            say(f"next: {next_command(self.model, seen_from_here(run_directory))}")
+            return Path(str(directories[0].dirpath)).parent
+        for callback in self.trainer.checkpoint_callbacks:
+            path = Path(str(getattr(callback, "best_model_path", "")))
+            if path.is_file():
+                return path
+        return None
 
 
 def _data_name(words: Sequence[str]) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_specdec.bench.measure import compare_once
+from lightning_specdec.bench.pieces import PIECE_TOKENS
 from lightning_specdec.bench.verdict import draft_verdict
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import DecodingConfig
@@ -22,6 +23,8 @@ from lightning_specdec.training.target_outputs import is_sharded
 
 NUM_TIMED_TOKENS = 8
 """New tokens that are decoded to estimate how long a validation takes."""
+WARM_UP_PROMPTS = 0.5
+"""What a measurement decodes before it begins, in prompts."""
 MEASURED = frozenset(("acceptance_rate", "block_efficiency"))
 """Metrics that are measured, and whose estimates are therefore renamed."""
 
@@ -48,12 +51,18 @@ class DecodeHeldOut(Callback):
 
     Attributes:
         verdict: of the last measurement, in a sentence.
+        max_seconds: time of a validation after which no further prompt is begun; None for no limit.
+            `TimeLimit` sets it in a run of a given time.
+        prompt_seconds: time of a prompt by both methods, as estimated when the run started; None if
+            it was not.
     """
 
     def __init__(self, *, num_prompts: int = 4, max_new_tokens: int = 32) -> None:
         self.num_prompts = require_int("num_prompts", num_prompts, 1)
         self.max_new_tokens = require_int("max_new_tokens", max_new_tokens, 1)
         self.verdict = ""
+        self.max_seconds: float | None = None
+        self.prompt_seconds: float | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage in ("fit", "validate"):
@@ -84,15 +93,36 @@ class DecodeHeldOut(Callback):
         with torch.autocast(module.device.type, enabled=False):
             measured = compare_once(module.target, module.drafter, prompts, config)
         module.train()
-        seconds = measured.result.seconds + measured.standard_result.seconds
-        return seconds * self.num_prompts * self.max_new_tokens / num_tokens
+
+        self.prompt_seconds = 0.0
+        for result in (measured.result, measured.standard_result):
+            # Only the tokens after the first one are multiplied: the prompt is read once.
+            token_seconds = result.rows[0].token_seconds or [result.seconds]
+            later_seconds = result.seconds - token_seconds[0]
+            factor = self.max_new_tokens / num_tokens
+            self.prompt_seconds += token_seconds[0] + factor * later_seconds
+        return (self.num_prompts + WARM_UP_PROMPTS) * self.prompt_seconds
+
+    def num_affordable_tokens(self, max_seconds: float | None) -> int:
+        """New tokens of a prompt for which so much time is enough, and at least a piece of them."""
+        if max_seconds is None or not self.prompt_seconds:
+            return self.max_new_tokens
+        num_tokens = int(self.max_new_tokens * max_seconds / self.prompt_seconds)
+        return min(self.max_new_tokens, max(PIECE_TOKENS, num_tokens))
 
     def _measure(self, trainer: Trainer, module: SpeculativeTraining) -> dict[str, float]:
         """Decode each prompt by both methods, which take turns after every few rounds."""
         config = DecodingConfig(
-            num_draft_tokens=module.num_draft_tokens, max_new_tokens=self.max_new_tokens
+            num_draft_tokens=module.num_draft_tokens,
+            max_new_tokens=self.num_affordable_tokens(self.max_seconds),
         )
-        measured = compare_once(module.target, module.drafter, self._prompts(trainer), config)
+        measured = compare_once(
+            module.target,
+            module.drafter,
+            self._prompts(trainer),
+            config,
+            max_seconds=self.max_seconds,
+        )
         comparison = measured.comparison
         self.verdict = draft_verdict(comparison)
         rows = zip(measured.standard_result.rows, measured.result.rows, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 
 from lightning.pytorch import Callback
 
@@ -12,6 +13,7 @@ from lightning_specdec.data import TokenData
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.training.base import SpeculativeTraining
 from lightning_specdec.training.decode_callback import DecodeHeldOut
+from lightning_specdec.training.optimizers import TimeLimit
 
 NUM_PROMPTS = 4
 NUM_NEW_TOKENS = 32
@@ -31,22 +33,32 @@ def final_verdict(
     Args:
         module: the trained networks.
         data: has the held-out prompts.
-        callbacks: of the run; a `DecodeHeldOut` decides how many prompts and tokens are decoded.
+        callbacks: of the run; a `DecodeHeldOut` decides how many prompts and tokens are decoded,
+            and a `TimeLimit` how long. At least a few tokens are decoded.
 
     Raises:
         ValueError: the pair cannot decode these prompts.
     """
     num_prompts = NUM_PROMPTS
     num_new_tokens = NUM_NEW_TOKENS
+    start = time.monotonic()
+    max_seconds = None
+    for callback in callbacks or ():
+        if isinstance(callback, TimeLimit):
+            max_seconds = callback.seconds_left()
     for callback in callbacks or ():
         if isinstance(callback, DecodeHeldOut):
             num_prompts = callback.num_prompts
-            num_new_tokens = callback.max_new_tokens
+            num_new_tokens = callback.num_affordable_tokens(max_seconds)
 
     prompts = data.first_rows("val", num_prompts).prompts()
     decoder = SpeculativeDecoder(module.target, module.drafter)
     config = decoder.config(num_draft_tokens=module.num_draft_tokens, max_new_tokens=num_new_tokens)
-    comparison = compare_once(*decoder.ready(), prompts, config).comparison
+    target, drafter = decoder.ready()
+    if max_seconds is not None:
+        # Packing the weights takes a part of this time.
+        max_seconds = max(0.0, max_seconds - (time.monotonic() - start))
+    comparison = compare_once(target, drafter, prompts, config, max_seconds=max_seconds).comparison
     verdict = draft_verdict(comparison)
     acceptance_rate = comparison.acceptance_rate
     if acceptance_rate is not None and acceptance_rate < USELESS_RATE:

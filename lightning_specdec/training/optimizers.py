@@ -29,6 +29,21 @@ SAVE_SECONDS = 1.0
 
 START_UP_FACTOR = 2.0
 """The time until the first step, at least, as a multiple of that until libraries are imported."""
+DECODING_SHARE = 0.15
+"""The part of the time after start-up that the last validation decodes for, and the verdict too.
+
+They take less if they need less.
+"""
+BATCHES_SHARE = 0.25
+"""The part of the time after start-up for the batches of the last validation, one at least."""
+PACKING_FACTOR = 1.5
+"""Time of the verdict, which packs the weights first, as a multiple of what it decodes for."""
+LEAST_DECODING = 0.25
+"""The part of what a validation decodes that suffices for a run with little time: a prompt."""
+LOAD_MARGIN = 2.0
+"""How much slower the machine may become until the user has read the advice and tries again."""
+AFTER_CACHING = 2.0
+"""What a longer run needs after its start-up, as a multiple, as it may spend half on a cache."""
 
 
 class MuonAdamW(Optimizer):
@@ -118,7 +133,10 @@ def warmup_cosine(step: int, num_steps: float, *, warmup_steps: int, final: floa
 
 
 class TimeLimit(Timer):
-    """Ends a run after a time that includes its start-up and the last validation.
+    """Ends a run after a time that includes its start-up, the last validation and the verdict.
+
+    Where time is short, the last validation and the verdict decode less, and the training goes on.
+    Only a run without time for a step is refused.
 
     The learning rate follows the time. A resumed run has the time that the run before left.
 
@@ -135,8 +153,20 @@ class TimeLimit(Timer):
         self.minutes = require_number("minutes", minutes, low=0.0, high=1e6, low_open=True)
         super().__init__(timedelta(minutes=TRAINING_SHARE * minutes), verbose=False)
         self._reserved_seconds = 60 * minutes * (1 - TRAINING_SHARE)
+        self._verdict_seconds = 0.0
         self._validation_batch_seconds: float | None = None
         self._step_start = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        # The models are loaded, and the target's outputs may be computed next, which is long.
+        if stage == "fit":
+            check_start_up(self.minutes, factor=1.0)
+
+    def seconds_left(self) -> float:
+        """Seconds until all of the run's time is over, also after the training; 0 at least."""
+        elapsed = self._offset + time.monotonic() - self.began
+        return max(0.0, 60 * self.minutes - elapsed)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         num_batches = sum(trainer.num_sanity_val_batches)
@@ -147,15 +177,15 @@ class TimeLimit(Timer):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_time[RunningStage.TRAINING] = self.began
         if self._validation_batch_seconds is not None:
-            seconds = self._validation_seconds(trainer, pl_module)
+            seconds = self._divide_time(trainer, pl_module)
             self._reserve(trainer.strategy.broadcast(seconds))
         if (self.time_remaining() or 0) <= 0:
             elapsed = self.time_elapsed()
-            needed = elapsed + self._reserved_seconds
             raise ValueError(
                 f"--minutes {self.minutes:g} is too short: {elapsed:.0f} s passed before the first "
-                f"step, and the last validation takes about {self._reserved_seconds:.0f} s: give "
-                f"--minutes {math.ceil(needed / 30)} or more"
+                "step, and the last validation and the verdict take "
+                f"{self._reserved_seconds:.0f} s: give --minutes "
+                f"{enough_minutes(self.minutes, elapsed, self._reserved_seconds)} or more"
             )
 
     def on_train_batch_start(self, *args: Any) -> None:
@@ -169,39 +199,73 @@ class TimeLimit(Timer):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         if not trainer.sanity_checking:
-            # The next validation will take as long as those so far.
-            self._reserve(self.time_elapsed(RunningStage.VALIDATING) + SAVE_SECONDS)
+            # The next validation will take as long as this one.
+            seconds = self.time_elapsed(RunningStage.VALIDATING) + SAVE_SECONDS
+            self._reserve(seconds + self._verdict_seconds)
 
-    def _validation_seconds(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        """Estimate the time of the last validation: its batches, and texts that it decodes."""
+    def _divide_time(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        """Limit how long the last validation and the verdict decode; returns the time of both."""
         assert self._validation_batch_seconds is not None
-        num_batches = sum(trainer.num_val_batches)
         seconds = SAVE_SECONDS
+        self._limit_batches(trainer, self._validation_batch_seconds)
+        num_batches = sum(trainer.num_val_batches)
         if math.isfinite(num_batches):
             seconds += self._validation_batch_seconds * num_batches
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
-            if hasattr(callback, "estimated_seconds"):
-                seconds += callback.estimated_seconds(trainer, pl_module)
-        return seconds
+            if not hasattr(callback, "estimated_seconds"):
+                continue
+            needed = callback.estimated_seconds(trainer, pl_module)
+            share = DECODING_SHARE * (self.seconds_left() - seconds)
+            callback.max_seconds = min(needed, max(LEAST_DECODING * needed, share))
+            seconds += callback.max_seconds
+            # The verdict decodes the same prompts, with packed weights.
+            self._verdict_seconds = PACKING_FACTOR * callback.max_seconds
+        return seconds + self._verdict_seconds
 
-    def _reserve(self, validation_seconds: float, step_seconds: float = 0.0) -> None:
+    def _limit_batches(self, trainer: Trainer, batch_seconds: float) -> None:
+        """Validate with fewer batches if all of them would take too much of the time."""
+        seconds = BATCHES_SHARE * self.seconds_left()
+        num_affordable = max(1, int(seconds / max(batch_seconds, 1e-9)))
+        # All processes must read equally many batches.
+        num_affordable = trainer.strategy.broadcast(num_affordable)
+        num_batches = trainer.num_val_batches
+        for index, num_all in enumerate(num_batches):
+            # The Trainer reads this list at the start of each validation.
+            num_batches[index] = min(num_all, num_affordable)
+
+    def _reserve(self, last_seconds: float, step_seconds: float = 0.0) -> None:
         """End the training so early that there is time for these."""
-        self._reserved_seconds = validation_seconds
-        self._duration = 60 * self.minutes - validation_seconds - step_seconds
+        self._reserved_seconds = last_seconds
+        self._duration = 60 * self.minutes - last_seconds - step_seconds
 
 
-def check_start_up(minutes: float) -> None:
+def enough_minutes(minutes: float, start_up_seconds: float, last_seconds: float) -> int:
+    """Minutes with which a run trains, also if the machine is slower the next time.
+
+    Args:
+        minutes: those that were too few.
+        start_up_seconds: time until the first step.
+        last_seconds: time of the last validation and the verdict.
+    """
+    seconds = LOAD_MARGIN * (start_up_seconds + AFTER_CACHING * last_seconds)
+    return max(math.ceil(seconds / 60), math.floor(minutes)) + 1
+
+
+def check_start_up(minutes: float, *, factor: float = START_UP_FACTOR) -> None:
     """Raise ValueError if a run of this time cannot succeed, judging by what has passed so far.
 
-    Called once the libraries are imported. Loading the target and preparing the text follow, which
-    take about as long again.
+    Args:
+        minutes: of the run.
+        factor: the whole start-up, as a multiple of the time so far. Once the libraries are
+            imported, loading the target and preparing the text take about as long again.
     """
     elapsed = time.monotonic() - TimeLimit.began
-    if 60 * minutes < START_UP_FACTOR * elapsed:
+    start_up_seconds = START_UP_FACTOR * elapsed
+    if 60 * minutes < factor * elapsed:
         raise ValueError(
             f"--minutes {minutes:g} is too short: starting up took {elapsed:.0f} s so far, give "
-            f"--minutes {math.ceil(START_UP_FACTOR * elapsed / 60) + 1} or more"
+            f"--minutes {enough_minutes(minutes, start_up_seconds, 0.0)} or more"
         )
 
 

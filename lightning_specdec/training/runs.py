@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -118,6 +119,7 @@ class RunFiles:
         self.logger = trainer.logger if isinstance(trainer.logger, TensorBoardLogger) else None
         self._lock_descriptors: list[int] = []
         self._new_directories: list[Path] = []
+        self._new_parents: list[Path] = []
 
     def find(self, name: str, *, fit_command: str) -> str:
         """Return the checkpoint that `last`, `best` or a path selects.
@@ -201,7 +203,10 @@ class RunFiles:
         return newest_version + 1
 
     def _lock(self, directory: Path, *, is_new: bool) -> None:
+        # The innermost parent comes first, the order in which they can be removed.
+        new_parents = [parent for parent in directory.parents if not parent.exists()]
         directory.mkdir(parents=True, exist_ok=not is_new)
+        self._new_parents += new_parents
         if is_new:
             self._new_directories.append(directory)
         descriptor = os.open(directory, os.O_RDONLY)
@@ -216,6 +221,10 @@ class RunFiles:
         if not keep and not is_saved:
             for directory in self._new_directories:
                 shutil.rmtree(directory, ignore_errors=True)
+            for parent in self._new_parents:
+                # Another run may have begun there.
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
         while self._lock_descriptors:
             os.close(self._lock_descriptors.pop())
 
