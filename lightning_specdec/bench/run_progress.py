@@ -113,8 +113,9 @@ class RunProgress(Activity):
         return fmean(same_way or self._run_seconds.values())
 
     def describe(self) -> str:
-        description = f"{self.text}: {self.num_done} of {self.total} runs"
         seconds_left = self.seconds_left
         if seconds_left is None:
-            return f"{description}, {time.monotonic() - self._start:.0f} s"
+            seconds = time.monotonic() - self._start
+            return f"{self.text}: warming up for {self.total} runs, {seconds:.0f} s"
+        description = f"{self.text}: {self.num_done} of {self.total} runs"
         return f"{description}, about {seconds_left:.0f} s left"

@@ -32,6 +32,11 @@ def run(options: Namespace) -> int:
     from lightning_specdec.report.report import Report, write
 
     results = read(options.RESULTS)
+    if not results.rows:
+        raise ValueError(
+            f"nothing has been measured yet in {options.RESULTS}: `lightning_specdec bench` with "
+            "the same config goes on"
+        )
     report = Report.of(results)
     if options.output is None:
         directory = results.directory / "report"
