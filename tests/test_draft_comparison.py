@@ -5,7 +5,9 @@ out.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -14,12 +16,15 @@ from lightning_specdec.decoding.windows import Outcome
 from lightning_specdec.rules import LogitBias, Sampling
 from lightning_specdec.serve.draft_comparison import (
     FEWEST_ANSWERS,
-    FIRST_LOOK,
     MOST_ANSWERS,
-    NUM_LOOKS,
+    MOST_ROUNDS,
+    NO_DIFFERENCE,
+    TOO_FEW_ALIKE,
+    TOO_FEW_BEFORE,
     Comparison,
     DraftRecord,
     DraftTrial,
+    Undecided,
     compare,
 )
 from lightning_specdec.serve.engine import DraftName
@@ -79,7 +84,7 @@ class Verdicts:
     """Collects what a trial reports."""
 
     def __init__(self, *, first_token_only: bool = False) -> None:
-        self.reported: list[Comparison | None] = []
+        self.reported: list[Comparison | Undecided] = []
         self.trial = DraftTrial(OLD, first_token_only=first_token_only, report=self.reported.append)
 
 
@@ -104,7 +109,7 @@ def test_a_draft_that_is_as_good_is_called_worse_in_one_of_a_hundred_trials_at_m
     num_worse = 0
     for seed in range(200):
         reported = run_trial(0.6, 0.6, seed).reported
-        num_worse += sum(comparison is not None and comparison.is_worse for comparison in reported)
+        num_worse += sum(isinstance(result, Comparison) and result.is_worse for result in reported)
     assert num_worse < 7
 
 
@@ -114,7 +119,7 @@ def test_a_draft_that_is_clearly_worse_or_better_is_called_so(
 ) -> None:
     for seed in range(20):
         (comparison,) = run_trial(0.6, new_rate, seed).reported
-        assert comparison is not None
+        assert isinstance(comparison, Comparison)
         assert comparison.is_worse == (expected == "worse")
         assert comparison.is_better == (expected == "better")
         assert comparison.name == NEW
@@ -135,6 +140,7 @@ def test_the_difference_is_that_of_accepted_tokens_per_round_by_hand() -> None:
                 for i in range(4 if kind == greedy else 2):
                     record.count(row, kind, num_accepted + (1 if (number + i) % 2 else -0))
             row.live = False
+        record.close_ended()
     comparison = compare(new, old)
     assert comparison is not None
     # Weights of 40 and 20: the harmonic parts of 80 and 40 rounds each.
@@ -183,24 +189,109 @@ def test_forced_and_copied_draft_tokens_do_not_count() -> None:
             # More tokens that a grammar forces would hide that the draft is worse.
             for _ in range(5 if name == NEW else 1):
                 sure.answer(is_forced=number % 2 == 0, is_copied=number % 2 == 1)
-    assert verdicts.reported[0] is not None
-    assert verdicts.reported[0].is_worse
-    assert verdicts.reported[0].previous_rate < 2
+    comparison = verdicts.reported[0]
+    assert isinstance(comparison, Comparison)
+    assert comparison.is_worse
+    assert comparison.previous_rate < 2
 
 
-def test_without_enough_answers_of_the_previous_draft_there_is_no_verdict() -> None:
+def decode(
+    trial: DraftTrial,
+    answer_lengths: Iterable[int],
+    rate: float,
+    num_rounds: int,
+    **changes: Any,
+) -> None:
+    """Rounds of eight requests at a time; an answer has so many rounds."""
+    generator = random.Random(5)
+    lengths = iter(answer_lengths)
+    running: dict[int, tuple[Row, int]] = {}
+    for number in range(num_rounds):
+        slot = number % 8
+        if slot not in running:
+            running[slot] = (Row(), next(lengths))
+        row, length = running[slot]
+        num_accepted = sum(generator.random() < rate for _ in range(WINDOW))
+        is_last = row.num_rounds + 1 == length
+        finish(trial, row, num_accepted, is_last=is_last, **changes)
+        if is_last:
+            del running[slot]
+
+
+@pytest.mark.parametrize(
+    ("lengths_before", "lengths_after", "num_rounds"),
+    [
+        (repeat(3000), repeat(3000), 80_000),
+        (repeat(100), chain([6000], repeat(100)), 8_000),
+        (repeat(100), repeat(3000), 80_000),
+    ],
+    ids=["long answers", "one long answer first", "longer answers than before"],
+)
+def test_long_answers_do_not_hide_a_worse_draft(
+    lengths_before: Iterable[int], lengths_after: Iterable[int], num_rounds: int
+) -> None:
     verdicts = Verdicts()
-    old = Traffic(verdicts.trial, 0.9, 1)
-    for _ in range(FEWEST_ANSWERS - 1):
-        old.answer()
+    decode(verdicts.trial, lengths_before, 0.6, 80_000)
     verdicts.trial.replaced(NEW)
-    new = Traffic(verdicts.trial, 0.1, 2)
-    num_rounds_of_all_looks = FIRST_LOOK * 2 ** (NUM_LOOKS - 1)
-    for _ in range(num_rounds_of_all_looks // 10):
-        new.answer()
-    # The trial ends without a difference.
-    assert verdicts.reported == [None]
+    decode(verdicts.trial, lengths_after, 0.0, num_rounds)
+    assert verdicts.reported
+    comparison = verdicts.reported[0]
+    assert isinstance(comparison, Comparison)
+    assert comparison.is_worse
+
+
+def test_a_previous_draft_with_too_few_answers_is_named_at_the_swap() -> None:
+    verdicts = Verdicts()
+    decode(verdicts.trial, repeat(100), 0.6, 8 * 200)
+    verdicts.trial.replaced(NEW)
+    assert verdicts.reported == [Undecided(NEW, TOO_FEW_BEFORE)]
     assert verdicts.trial.previous is None
+    decode(verdicts.trial, repeat(100), 0.1, 20_000)
+    assert len(verdicts.reported) == 1
+
+    # The draft after it is compared with this one.
+    verdicts.trial.replaced(DraftName("third", "EagleDrafter"))
+    assert verdicts.trial.previous is not None
+    assert verdicts.trial.previous.name == NEW
+
+
+def test_a_trial_without_any_comparison_ends_with_another_result_than_no_difference() -> None:
+    verdicts = Verdicts()
+    decode(verdicts.trial, repeat(50), 0.6, 4_000)
+    verdicts.trial.replaced(NEW)
+    # The numbers of requested draft tokens differ, so nothing can be compared.
+    decode(verdicts.trial, repeat(50), 0.1, MOST_ROUNDS - 2_000, num_requested=2)
+    assert verdicts.reported == []
+    decode(verdicts.trial, repeat(50), 0.1, 4_000, num_requested=2)
+    assert verdicts.reported == [Undecided(NEW, TOO_FEW_ALIKE)]
+    assert verdicts.trial.previous is None
+
+
+def test_an_equal_draft_stays_after_the_last_comparison() -> None:
+    verdicts = Verdicts()
+    decode(verdicts.trial, repeat(50), 0.6, 40_000)
+    verdicts.trial.replaced(NEW)
+    decode(verdicts.trial, repeat(50), 0.6, MOST_ROUNDS + 2_000)
+    assert verdicts.reported == [Undecided(NEW, NO_DIFFERENCE)]
+    assert verdicts.trial.previous is None
+
+
+def test_rounds_that_are_not_recorded_bring_no_comparison_nearer() -> None:
+    """Requests that began under the previous draft go on for long."""
+    verdicts = Verdicts()
+    decode(verdicts.trial, repeat(50), 0.6, 4_000)
+    rows = [Row() for _ in range(8)]
+    for row in rows:
+        finish(verdicts.trial, row, 2)
+    verdicts.trial.replaced(NEW)
+    for _ in range(MOST_ROUNDS // 8):
+        for row in rows:
+            finish(verdicts.trial, row, 2)
+    assert verdicts.reported == []
+    decode(verdicts.trial, repeat(50), 0.1, 4_000)
+    comparison = verdicts.reported[0]
+    assert isinstance(comparison, Comparison)
+    assert comparison.is_worse
 
 
 def test_short_answers_that_end_first_do_not_stand_for_all() -> None:
@@ -211,18 +302,21 @@ def test_short_answers_that_end_first_do_not_stand_for_all() -> None:
         record.count(row, (0.0, False, 4), 1)
     for row in (rows[0], rows[2], rows[3]):
         row.live = False
-    assert len(record.finished()) == 1
+    record.close_ended()
+    assert len(record.finished_in_order()) == 1
     rows[1].live = False
-    assert len(record.finished()) == 4
+    record.close_ended()
+    assert len(record.finished_in_order()) == 4
     # Once another draft goes on with the last one, the rest is all that there is.
     record.stop()
-    assert len(record.finished()) == 4
+    assert len(record.finished_in_order()) == 4
     record.count(rows[4], (0.0, False, 4), 1)
-    assert len(record.finished()) == 4
+    assert len(record.finished_in_order()) == 4
 
 
 def test_a_request_counts_for_the_draft_under_which_it_began() -> None:
     verdicts = Verdicts()
+    old_record = verdicts.trial.current
     row = Row()
     finish(verdicts.trial, row, 1)
     finish(verdicts.trial, row, 1)
@@ -230,8 +324,7 @@ def test_a_request_counts_for_the_draft_under_which_it_began() -> None:
     finish(verdicts.trial, row, 4)
     finish(verdicts.trial, row, 4, is_last=True)
     assert not verdicts.trial.current.answers
-    assert verdicts.trial.previous is not None
-    assert not verdicts.trial.previous.answers
+    assert not old_record.answers
 
 
 def test_with_adaptive_windows_only_the_first_draft_token_counts() -> None:
@@ -249,6 +342,7 @@ def test_the_next_draft_is_compared_with_the_last_one_that_passed() -> None:
     verdicts = Verdicts()
     trial = verdicts.trial
     first_record = trial.current
+    decode(trial, repeat(50), 0.6, 4_000)
     trial.replaced(NEW)
     third = DraftName("third", "EagleDrafter")
     trial.replaced(third)
@@ -267,4 +361,4 @@ def test_old_answers_and_texts_are_forgotten() -> None:
         traffic.answer()
     record = verdicts.trial.current
     assert len(record.answers) == MOST_ANSWERS
-    assert all(answer.row is None for answer in record.finished())
+    assert len(record.finished_in_order()) == MOST_ANSWERS

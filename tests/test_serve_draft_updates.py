@@ -33,9 +33,15 @@ from lightning_specdec.config.files import file_sha256
 from lightning_specdec.config.models import PairSource
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding import AdaptiveWindow, Calibration
-from lightning_specdec.drafters import Drafter, EagleDrafter, ModelDrafter, NGramWithFallback
+from lightning_specdec.drafters import (
+    Drafter,
+    EagleDrafter,
+    ModelDrafter,
+    NGramDrafter,
+    NGramWithFallback,
+)
 from lightning_specdec.serve import draft_comparison, draft_updates
-from lightning_specdec.serve.server import Server, make_server
+from lightning_specdec.serve.server import Server, hangups_ignored, make_server
 from lightning_specdec.serve.settings import ServeSettings
 
 __all__ = ["model"]
@@ -184,20 +190,18 @@ def test_running_requests_go_on_while_drafts_come_and_go(
             put(drafts[name], path)
             wait(lambda: live_label(address) == label_of(path))
             wait_for_more(texts, 4)
+            assert f'rounds_by_draft_total{{draft="{label_of(path)}"}}' in metrics_of(address)
         is_over.set()
         for client in clients:
             client.join()
         assert num_swaps(address, "swapped") == 5
         assert num_swaps(address, "refused") == 0
         assert isinstance(server.engine.drafter, EagleDrafter)
-        metrics = metrics_of(address)
 
     decoder = SpeculativeDecoder.from_pretrained(model)
     assert len(texts) >= 20
     for number, text in texts.items():
         assert text == expected_text(decoder, number)
-    for name in ("random", "fitted", "itself", "narrow"):
-        assert f'rounds_by_draft_total{{draft="{label_of(drafts[name])}"}}' in metrics
 
 
 @pytest.mark.parametrize(
@@ -287,6 +291,7 @@ def test_a_worse_draft_is_swapped_back_and_its_content_is_not_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(draft_comparison, "FIRST_LOOK", 64)
+    monkeypatch.setattr(draft_comparison, "FEWEST_OF_KIND", 16)
     monkeypatch.setattr(draft_comparison, "FEWEST_ANSWERS", 8)
     put(drafts["itself"], path)
     good = label_of(path)
@@ -313,6 +318,82 @@ def test_a_worse_draft_is_swapped_back_and_its_content_is_not_tried_again(
         # Another content is.
         put(drafts["narrow"], path)
         wait(lambda: live_label(address) == label_of(drafts["narrow"]))
+
+
+def test_a_first_draft_with_few_answers_is_said_not_to_be_compared(
+    model: str, drafts: dict[str, Path], path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(model, path) as (_, address):
+        complete(address, 0)
+        first = label_of(path)
+        assert f'by_draft_total{{draft="{first}"}}' in metrics_of(address)
+        put(drafts["fitted"], path)
+        wait(lambda: "finished too few answers to compare it with" in caplog.text)
+        complete(address, 0)
+
+        # Drafts that are neither in use nor compared have no series.
+        metrics = metrics_of(address)
+        assert f'by_draft_total{{draft="{label_of(path)}"}}' in metrics
+        assert first not in metrics
+
+
+def test_a_named_pipe_in_place_of_the_file_is_not_opened(
+    model: str, drafts: dict[str, Path], path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(model, path) as (server, address):
+        label = live_label(address)
+        path.unlink()
+        os.mkfifo(path)
+        server.updates.request()
+        wait(lambda: "there is no regular file" in caplog.text, seconds=5)
+        assert live_label(address) == label
+        put(drafts["fitted"], path)
+        wait(lambda: live_label(address) == label_of(drafts["fitted"]))
+
+
+def test_a_worse_draft_is_swapped_back_while_the_next_file_is_being_written(
+    model: str, drafts: dict[str, Path], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The trial of the first draft is kept, though it has answered nothing yet.
+    monkeypatch.setattr(draft_comparison, "FEWEST_ANSWERS", 0)
+    with serving(model, path) as (server, address):
+        first = server.updates._live.name
+        put(drafts["fitted"], path)
+        wait(lambda: live_label(address) == label_of(drafts["fitted"]))
+        wait(lambda: num_swaps(address, "swapped") == 1)
+        worse = server.updates._live.name
+
+        monkeypatch.setattr(draft_updates, "SETTLE_SECONDS", 0.5)
+        is_over = threading.Event()
+
+        def grow() -> None:
+            with path.open("ab", buffering=0) as file:
+                while not is_over.wait(0.02):
+                    file.write(b".")
+
+        writer = threading.Thread(target=grow)
+        writer.start()
+        try:
+            server.updates.request()
+            time.sleep(0.2)
+            server.updates.judged(draft_comparison.Comparison(worse, first, -1.0, 0.1, 2.0, 256))
+            wait(lambda: num_swaps(address, "swapped_back") == 1, seconds=5)
+            assert live_label(address) == first.label
+            assert num_swaps(address, "refused") == 0
+        finally:
+            is_over.set()
+            writer.join()
+
+
+def test_a_file_whose_times_were_set_back_is_another_one(path: Path) -> None:
+    stamp = draft_updates.file_stamp(path)
+    status = path.stat()
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"x")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns
+    assert draft_updates.file_stamp(path) != stamp
+    assert draft_updates.file_stamp(path.parent) is None
 
 
 def test_a_draft_that_fails_while_it_drafts_is_refused_before_any_request_meets_it(
@@ -350,6 +431,27 @@ def test_a_lookup_before_the_draft_keeps_what_it_remembers(
         assert isinstance(drafter, NGramWithFallback)
         assert drafter.lookup is lookup
         complete(address, 0)
+
+
+def test_another_lookup_in_the_new_file_is_used(model: str, path: Path) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(model, pack=False)
+
+    def save(lookup: NGramDrafter, name: Path) -> None:
+        drafter = NGramWithFallback(lookup, eagle(decoder.target))
+        decoder.with_drafter(drafter).save_draft(name)
+
+    save(NGramDrafter(min_ngram=2, max_ngram=3), path)
+    with serving(model, path) as (server, address):
+        complete(address, 0)
+        new_path = path.with_suffix(".other")
+        save(NGramDrafter(min_ngram=3, max_ngram=9), new_path)
+        put(new_path, path)
+        wait(lambda: live_label(address) == label_of(path))
+        drafter = server.engine.drafter
+        assert isinstance(drafter, NGramWithFallback)
+        settings: Any = drafter.lookup.settings
+        assert (settings.min_ngram, settings.max_ngram) == (3, 9)
+        assert complete(address, 0) == expected_text(decoder, 0)
 
 
 def test_adaptive_windows_need_known_costs(
@@ -418,6 +520,14 @@ def test_sighup_loads_the_draft_of_a_server_that_looks_at_nothing_itself(
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_hangup_while_models_load_is_ignored() -> None:
+    previous_handler = signal.getsignal(signal.SIGHUP)
+    with hangups_ignored():
+        # It would end this process.
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) == previous_handler
 
 
 def test_without_a_draft_file_sighup_says_so_and_the_server_goes_on(

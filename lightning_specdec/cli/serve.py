@@ -51,10 +51,10 @@ def run(options: Namespace) -> int:
     source = pair_source(options)
 
     # Imported here because they take a second.
-    from lightning_specdec.serve.server import bind, make_server
+    from lightning_specdec.serve.server import bind, hangups_ignored, make_server
 
     # The port is checked before the models are loaded, which may take minutes.
-    with bind(settings) as bound:
+    with bind(settings) as bound, hangups_ignored():
         # The file of the draft may be replaced or written to while it is in use.
         decoder = load_decoder(options, source, mapped=False)
         model_name = settings.model_name or _name_of(source)

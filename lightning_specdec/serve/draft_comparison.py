@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from statistics import NormalDist
 
 from lightning_specdec.decoding import Request
@@ -19,13 +20,19 @@ from lightning_specdec.decoding.windows import Outcome
 from lightning_specdec.serve.engine import DraftName, EngineObserver
 
 FIRST_LOOK = 256
-"""Rounds of the new draft at the first comparison. Each later one waits for twice as many."""
+"""Recorded rounds of the new draft before the first comparison, which may have to wait for more
+answers. Each later one waits for twice as many rounds as the one before it had."""
 NUM_LOOKS = 8
 """Comparisons of a new draft, after which it stays."""
+MOST_ROUNDS = FIRST_LOOK * 2**NUM_LOOKS
+"""Recorded rounds of the new draft, after which it stays even if it was compared less often."""
 FALSE_ALARMS = 0.01
 """How often a draft that predicts as well is called worse in any of its comparisons, at most."""
 FEWEST_ANSWERS = 20
 """Answers of each draft that a comparison needs."""
+ROUNDS_OF_ANSWER = 128
+"""Rounds by which an answer counts. Longer ones would hold up those that began after them, and
+outweigh the others."""
 FEWEST_OF_KIND = 32
 """Rounds of each draft that make a kind count."""
 MOST_ANSWERS = 1000
@@ -45,21 +52,15 @@ class Counts:
 
 @dataclass
 class Answer:
-    """What one draft did for one request.
+    """What one draft did in the first rounds of one request.
 
     Args:
-        row: the request while it runs; None once it has ended.
         counts: of its rounds, by their kind.
+        is_finished: whether no more rounds are counted.
     """
 
-    row: Request | None
     counts: dict[Kind, Counts] = field(default_factory=dict)
-
-    def close_if_ended(self) -> bool:
-        """Whether the request has ended, whose text is then not kept."""
-        if self.row is not None and not self.row.live:
-            self.row = None
-        return self.row is None
+    is_finished: bool = False
 
 
 class DraftRecord:
@@ -68,47 +69,56 @@ class DraftRecord:
     def __init__(self, name: DraftName) -> None:
         self.name = name
         self.answers: deque[Answer] = deque(maxlen=MOST_ANSWERS)
+        # The requests whose rounds are counted. The texts of others are not kept.
         self._running: dict[Request, Answer] = {}
 
     def begin(self, row: Request) -> None:
         """Record a request from its first round on."""
-        answer = Answer(row)
+        answer = Answer()
         self.answers.append(answer)
         self._running[row] = answer
 
-    def count(self, row: Request, kind: Kind, num_accepted: int) -> None:
-        """Count a round of a request, unless it began under another draft."""
+    def count(self, row: Request, kind: Kind, num_accepted: int) -> bool:
+        """Count a round of a request. Returns False if it is not recorded: the request began under
+        another draft, or has had `ROUNDS_OF_ANSWER` rounds.
+        """
         answer = self._running.get(row)
         if answer is None:
-            return
+            return False
         counts = answer.counts.setdefault(kind, Counts())
         counts.num_rounds += 1
         counts.num_accepted += num_accepted
+        return True
 
-    def forget_ended(self) -> None:
-        """Forget the requests that have ended, and keep their counts."""
+    def close_ended(self) -> None:
+        """Finish the answers whose requests have ended, or have had as many rounds as count."""
         for row, answer in list(self._running.items()):
-            if answer.close_if_ended():
+            if not row.live or row.num_rounds >= ROUNDS_OF_ANSWER:
+                answer.is_finished = True
                 del self._running[row]
 
     def stop(self) -> None:
-        """Drop the requests that still run, since another draft goes on with them."""
-        self.forget_ended()
-        finished = [answer for answer in self.answers if answer.row is None]
-        self.answers = deque(finished, maxlen=MOST_ANSWERS)
+        """Keep what a comparison may use, since another draft goes on with the rest."""
+        self.close_ended()
+        self.answers = deque(self.finished_in_order(), maxlen=MOST_ANSWERS)
         self._running.clear()
 
-    def finished(self) -> list[Answer]:
+    def finished_in_order(self) -> list[Answer]:
         """The answers in their order, up to the first one that is not finished.
 
         Later ones that are finished already are the short ones, which may have other rates.
         """
-        finished = []
-        for answer in self.answers:
-            if not answer.close_if_ended():
-                break
-            finished.append(answer)
-        return finished
+        return list(takewhile(lambda answer: answer.is_finished, self.answers))
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether it can be compared with a draft that answers the same kinds of requests."""
+        answers = self.finished_in_order()
+        frequent_kinds = {
+            kind for kind, counts in totals(answers).items() if counts.num_rounds >= FEWEST_OF_KIND
+        }
+        num_answers = sum(not frequent_kinds.isdisjoint(answer.counts) for answer in answers)
+        return num_answers >= FEWEST_ANSWERS
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,27 @@ class Comparison:
         )
 
 
+@dataclass(frozen=True)
+class Undecided:
+    """A trial that has found no difference.
+
+    Args:
+        name: the new draft, which stays.
+        reason: `NO_DIFFERENCE`, `TOO_FEW_ALIKE`, or `TOO_FEW_BEFORE`.
+    """
+
+    name: DraftName
+    reason: str
+
+
+NO_DIFFERENCE = "it predicts about as well as the one before"
+"""Comparisons were made."""
+TOO_FEW_ALIKE = "too few requests of the same kind were answered before and since to compare it"
+"""No comparison was made."""
+TOO_FEW_BEFORE = "the one before has finished too few answers to compare it with"
+"""No comparison can be made."""
+
+
 def totals(answers: Iterable[Answer]) -> dict[Kind, Counts]:
     """The counts of all answers by kind."""
     sums: dict[Kind, Counts] = {}
@@ -164,8 +195,8 @@ def totals(answers: Iterable[Answer]) -> dict[Kind, Counts]:
 
 def compare(new: DraftRecord, previous: DraftRecord) -> Comparison | None:
     """Compare two drafts by their finished answers; None if these are too few."""
-    new_answers = new.finished()
-    previous_answers = previous.finished()
+    new_answers = new.finished_in_order()
+    previous_answers = previous.finished_in_order()
     new_totals = totals(new_answers)
     previous_totals = totals(previous_answers)
 
@@ -200,6 +231,8 @@ def compare(new: DraftRecord, previous: DraftRecord) -> Comparison | None:
 def _quantile(num_answers: int) -> float:
     """Half the width of an interval in standard errors, by Student's t distribution.
 
+    Each comparison has an equal share of the false alarms (Bonferroni correction), so all of them
+    together have at most `FALSE_ALARMS`, however they depend on each other.
     Its quantile to first order is that of Abramowitz and Stegun 1964, 26.7.5.
     """
     normal = NormalDist().inv_cdf(1 - FALSE_ALARMS / NUM_LOOKS)
@@ -258,7 +291,7 @@ class DraftTrial(EngineObserver):
         name: the draft that the engine begins with.
         first_token_only: whether only the first draft token of a round counts. So it must be if
             the number of draft tokens follows from their acceptance.
-        report: gets the comparison that ends a trial; None if it has found no difference.
+        report: gets the comparison that decides a trial, or why there is none.
     """
 
     def __init__(
@@ -266,15 +299,19 @@ class DraftTrial(EngineObserver):
         name: DraftName,
         *,
         first_token_only: bool,
-        report: Callable[[Comparison | None], None],
+        report: Callable[[Comparison | Undecided], None],
     ) -> None:
         self.current = DraftRecord(name)
         # What the current draft is compared with; None if it is not on trial.
         self.previous: DraftRecord | None = None
         self._first_token_only = first_token_only
         self._report = report
+        self._begin_trial()
+
+    def _begin_trial(self) -> None:
         self._num_rounds = 0
         self._num_looks = 0
+        self._next_look = FIRST_LOOK
 
     def replaced(self, drafter: DraftName) -> None:
         self.current.stop()
@@ -283,12 +320,13 @@ class DraftTrial(EngineObserver):
             self.current = self.previous
             self.previous = None
             return
-        if self.previous is None:
+        if self.previous is None and self.current.has_enough:
             # A draft whose own trial is open would be a doubtful measure of the next one.
             self.previous = self.current
         self.current = DraftRecord(drafter)
-        self._num_rounds = 0
-        self._num_looks = 0
+        self._begin_trial()
+        if self.previous is None:
+            self._report(Undecided(drafter, TOO_FEW_BEFORE))
 
     def drafted(self, outcome: Outcome) -> None:
         row = outcome.row
@@ -296,8 +334,10 @@ class DraftTrial(EngineObserver):
             self.current.begin(row)
         elif not (outcome.is_forced or outcome.is_copied) and outcome.num_requested > 0:
             self._count(outcome)
-        if not row.live:
-            self.current.forget_ended()
+        if not row.live or row.num_rounds == ROUNDS_OF_ANSWER:
+            self.current.close_ended()
+            if self.previous is not None and self._num_rounds >= self._next_look:
+                self._look(self.previous)
 
     def _count(self, outcome: Outcome) -> None:
         num_requested = outcome.num_requested
@@ -307,21 +347,24 @@ class DraftTrial(EngineObserver):
             num_accepted = min(num_accepted, 1)
         sampling = outcome.row.sampling
         kind = (round(sampling.temperature, 1), sampling.runs_on_host, num_requested)
-        self.current.count(outcome.row, kind, num_accepted)
-        self._num_rounds += 1
-        if self.previous is not None and self._num_rounds >= FIRST_LOOK * 2**self._num_looks:
-            self._look(self.previous)
+        if self.current.count(outcome.row, kind, num_accepted):
+            self._num_rounds += 1
 
     def _look(self, previous: DraftRecord) -> None:
-        """Compare the drafts, and end the trial if it is decided or was the last comparison."""
+        """Compare the drafts if that is possible, and end the trial if this decides it."""
         comparison = compare(self.current, previous)
-        self._num_looks += 1
-        if comparison is not None and comparison.is_worse:
-            # The trial goes on until the previous draft is back.
-            self._report(comparison)
-        elif comparison is not None and comparison.is_better:
+        if comparison is not None:
+            self._num_looks += 1
+            self._next_look = min(2 * self._num_rounds, MOST_ROUNDS)
+            if comparison.is_worse:
+                # The trial goes on until the previous draft is back.
+                self._report(comparison)
+                return
+            if comparison.is_better:
+                self.previous = None
+                self._report(comparison)
+                return
+        if self._num_looks >= NUM_LOOKS or self._num_rounds >= MOST_ROUNDS:
             self.previous = None
-            self._report(comparison)
-        elif self._num_looks == NUM_LOOKS:
-            self.previous = None
-            self._report(None)
+            reason = NO_DIFFERENCE if self._num_looks > 0 else TOO_FEW_ALIKE
+            self._report(Undecided(self.current.name, reason))

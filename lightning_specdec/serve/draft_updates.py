@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import queue
+import stat
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from lightning_specdec.decoding.calibration import fingerprint, stored
 from lightning_specdec.drafters import Drafter, NGramWithFallback
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.base import eval_copy
-from lightning_specdec.serve.draft_comparison import Comparison, DraftTrial
+from lightning_specdec.serve.draft_comparison import Comparison, DraftTrial, Undecided
 from lightning_specdec.serve.engine import DraftName, Engine, Replacement
 from lightning_specdec.serve.metrics import Metrics
 
@@ -37,17 +39,29 @@ CLOSE_SECONDS = 10.0
 LABEL_DIGITS = 12
 """Digits of a sha256 in names of drafts."""
 
-Stamp = tuple[int, int, int, int]
-"""What differs if a file was replaced or written to: device, inode, size, modification time."""
+Stamp = tuple[int, int, int, int, int]
+"""What differs if a file was replaced or written to: device, inode, size, and the times of the
+last modification and of the last change of status, which no program can set back."""
 
 
 def file_stamp(path: Path) -> Stamp | None:
-    """The present stamp of a file; None if there is none."""
+    """The present stamp of a regular file; None if there is none.
+
+    Whoever opened a named pipe would wait for its writer.
+    """
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
 
 
 def draft_name(drafter: Drafter, sha256: str | None) -> DraftName:
@@ -71,6 +85,26 @@ class LiveDraft:
     window: int | Window
     sha256: str
     name: DraftName
+
+
+@dataclass(frozen=True)
+class ChangedFile:
+    """A file that is read once it has not changed for `SETTLE_SECONDS`.
+
+    Args:
+        stamp: at the last look.
+        since: the time at which it was first seen, see `time.monotonic`.
+        was_requested: whether someone waits for an answer.
+    """
+
+    stamp: Stamp
+    since: float
+    was_requested: bool
+
+    @property
+    def remaining_seconds(self) -> float:
+        """The time until it may be read if it does not change any more."""
+        return max(0.0, self.since + SETTLE_SECONDS - time.monotonic())
 
 
 class DraftUpdates:
@@ -111,13 +145,13 @@ class DraftUpdates:
         self._metrics = metrics
         # Calls for the thread, None to end it. A signal handler may put one.
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._is_closed = threading.Event()
 
         # Only the thread uses what follows.
         self._swapped_back: set[str] = set()
         self._drafts: dict[DraftName, LiveDraft] = {}
         # The file may have changed since it was read, so the first look compares its content.
         self._seen: Stamp | None = None
+        self._changed_file: ChangedFile | None = None
         sha256 = "" if origin is None else origin.sha256
         self._live = LiveDraft(
             engine.drafter, engine.config.num_draft_tokens, sha256, trial.current.name
@@ -133,13 +167,12 @@ class DraftUpdates:
         """Look at the file now, even if it seems unchanged. Signal handlers may call it."""
         self._calls.put(self._look_on_request)
 
-    def judged(self, comparison: Comparison | None) -> None:
+    def judged(self, result: Comparison | Undecided) -> None:
         """Receive the result of a trial, from any thread."""
-        self._calls.put(lambda: self._end_trial(comparison))
+        self._calls.put(lambda: self._end_trial(result))
 
     def close(self) -> None:
         """End the thread, after the engine has ended."""
-        self._is_closed.set()
         self._calls.put(None)
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
@@ -149,9 +182,9 @@ class DraftUpdates:
     def _run(self) -> None:
         while True:
             try:
-                call = self._calls.get(timeout=self._seconds or None)
+                call = self._calls.get(timeout=self._waiting_seconds())
             except queue.Empty:
-                call = self._look_at_change
+                call = self._look_at_file
             if call is None:
                 return
             try:
@@ -159,64 +192,84 @@ class DraftUpdates:
             except Exception:  # a fault of ours must not end later updates
                 log.exception("the draft could not be updated")
 
-    def _look_at_change(self) -> None:
-        """Swap the draft if its file has changed since the last look."""
+    def _waiting_seconds(self) -> float | None:
+        """The time until the next look at the file; None if none is due."""
+        if self._changed_file is not None:
+            return self._changed_file.remaining_seconds
+        return self._seconds or None
+
+    def _look_at_file(self) -> None:
+        """Swap the draft if its file has changed since the last look, and does not change now.
+
+        Nothing waits here for the file to settle: a draft that is to be swapped back cannot wait
+        for a slow copy.
+        """
         if self._origin is None:
             return
-        stamp = file_stamp(self._origin.path)
-        # A file that is gone is probably being replaced.
-        if stamp is not None and stamp != self._seen:
-            self._update(self._origin)
+        path = self._origin.path
+        stamp = file_stamp(path)
+        changed_file = self._changed_file
+        if changed_file is None:
+            # A file that is gone is probably being replaced.
+            if stamp is not None and stamp != self._seen:
+                self._changed_file = ChangedFile(stamp, time.monotonic(), was_requested=False)
+            return
+
+        was_requested = changed_file.was_requested
+        if stamp is None:
+            self._changed_file = None
+            if was_requested:
+                self._warn_of_missing(path)
+        elif stamp != changed_file.stamp:
+            self._changed_file = ChangedFile(stamp, time.monotonic(), was_requested)
+        elif changed_file.remaining_seconds == 0:
+            self._changed_file = None
+            self._update(self._origin, stamp, was_requested)
 
     def _look_on_request(self) -> None:
-        """Swap the draft if its file has another content, or say why not."""
+        """Have the file read once it has settled, even if it seems unchanged."""
         if self._origin is None:
             log.warning("the draft comes from no single file, so there is nothing to load")
             return
-        if not self._update(self._origin):
-            log.info("the draft %s stays", self._live.name)
-
-    def _update(self, origin: DraftOrigin) -> bool:
-        """Swap in the draft that is in the file now. Returns whether it is another one.
-
-        A file that changes while it is read is read again.
-        """
-        while True:
-            stamp = self._settled_stamp(origin.path)
-            if stamp is None:
-                return False
-            self._seen = stamp
-            try:
-                sha256 = file_sha256(origin.path)
-                is_new = self._is_new(origin.path, sha256)
-                drafter = load_draft(origin, self._target) if is_new else None
-            except Exception as error:  # whatever is wrong with a file, the server goes on
-                if file_stamp(origin.path) != stamp:
-                    continue
-                self._refuse(origin.path, error)
-                return False
-            if file_stamp(origin.path) == stamp:
-                break
-        if drafter is None:
-            return False
-        return self._swap_in(origin.path, drafter, sha256)
-
-    def _settled_stamp(self, path: Path) -> Stamp | None:
-        """Wait until a file does not change; None if it is gone, or if the server ends."""
-        stamp = file_stamp(path)
+        stamp = file_stamp(self._origin.path)
         if stamp is None:
-            log.warning("there is no file %s now: the draft %s stays", path, self._live.name)
-            return None
-        while not self._is_closed.wait(SETTLE_SECONDS):
-            previous_stamp = stamp
-            stamp = file_stamp(path)
-            if stamp is None or stamp == previous_stamp:
-                return stamp
-        return None
+            self._warn_of_missing(self._origin.path)
+            return
+        self._changed_file = ChangedFile(stamp, time.monotonic(), was_requested=True)
 
-    def _is_new(self, path: Path, sha256: str) -> bool:
+    def _warn_of_missing(self, path: Path) -> None:
+        log.warning("there is no regular file %s now: the draft %s stays", path, self._live.name)
+
+    def _update(self, origin: DraftOrigin, stamp: Stamp, was_requested: bool) -> None:
+        """Swap in the draft that is in the file, or say why not.
+
+        A file that changes while it is read is read again later.
+        """
+        self._seen = stamp
+        drafter = None
+        error = None
+        sha256 = ""
+        try:
+            sha256 = file_sha256(origin.path)
+            if self._is_new(origin.path, sha256, was_requested):
+                drafter = load_draft(origin, self._target)
+        except Exception as caught:  # whatever is wrong with a file, the server goes on
+            error = caught
+
+        present_stamp = file_stamp(origin.path)
+        if present_stamp != stamp:
+            if present_stamp is not None:
+                self._changed_file = ChangedFile(present_stamp, time.monotonic(), was_requested)
+        elif error is not None:
+            self._refuse(origin.path, error)
+        elif drafter is not None:
+            self._swap_in(origin.path, drafter, sha256)
+
+    def _is_new(self, path: Path, sha256: str, was_requested: bool) -> bool:
         """Whether a content is another draft than the present one, and may be tried."""
         if sha256 == self._live.sha256:
+            if was_requested:
+                log.info("the draft %s stays: it is what %s holds", self._live.name, path)
             return False
         if sha256 in self._swapped_back:
             log.warning(
@@ -230,33 +283,40 @@ class DraftUpdates:
     def _refuse(self, path: Path, error: BaseException) -> None:
         self._metrics.swaps.labels("refused").inc()
         reason = one_line(error) or type(error).__name__
-        log.warning("%s is not used, and the draft %s stays: %s", path, self._live.name, reason)
+        log.warning(
+            "%s is not used, and the draft %s stays: %s "
+            "(it is tried again when it has changed, or at SIGHUP)",
+            path,
+            self._live.name,
+            reason,
+        )
 
-    def _swap_in(self, path: Path, drafter: Drafter, sha256: str) -> bool:
-        """Let a loaded draft draft from now on. Returns whether it does."""
+    def _swap_in(self, path: Path, drafter: Drafter, sha256: str) -> None:
+        """Let a loaded draft draft from now on, or say why it does not."""
         try:
             drafter = self._prepared(drafter)
             window = self._window_of(drafter)
         except Exception as error:  # whatever is wrong with a draft, the server goes on
             self._refuse(path, error)
-            return False
+            return
 
         draft = LiveDraft(drafter, window, sha256, draft_name(drafter, sha256))
         previous = self._live
-        if not self._replace(draft, path):
-            return False
-        self._metrics.swaps.labels("swapped").inc()
-        log.info("the draft %s takes the place of %s", draft.name, previous.name)
-        return True
+        if self._replace(draft, path):
+            self._metrics.swaps.labels("swapped").inc()
+            log.info("the draft %s takes the place of %s", draft.name, previous.name)
 
     def _prepared(self, drafter: Drafter) -> Drafter:
         """A loaded draft in the form that drafts."""
         fused = eval_copy(drafter).fused(self._engine.target)
         present = self._engine.drafter
-        if isinstance(present, NGramWithFallback) and isinstance(fused, NGramWithFallback):
-            # The lookup keeps what it remembers of earlier requests.
-            return type(fused)(present.lookup, fused.fallback)
-        return fused
+        if not isinstance(present, NGramWithFallback) or not isinstance(fused, NGramWithFallback):
+            return fused
+        has_same_type = type(present.lookup) is type(fused.lookup)
+        if not has_same_type or present.lookup.settings != fused.lookup.settings:
+            return fused
+        # The same lookup keeps what it remembers of earlier requests.
+        return type(fused)(present.lookup, fused.fallback)
 
     def _window_of(self, drafter: Drafter) -> int | Window:
         """The draft tokens per round: those of the present draft, or by the costs of the new one.
@@ -298,19 +358,24 @@ class DraftUpdates:
         previous = self._trial.previous
         if previous is not None:
             names.add(previous.name)
-        self._drafts = {name: draft for name, draft in self._drafts.items() if name in names}
+        drafts = {name: draft for name, draft in self._drafts.items() if name in names}
+        labels = {name.label for name in drafts}
+        for name in self._drafts:
+            if name.label not in labels:
+                self._metrics.forget_draft(name)
+        self._drafts = drafts
 
-    def _end_trial(self, comparison: Comparison | None) -> None:
+    def _end_trial(self, result: Comparison | Undecided) -> None:
         """Keep the new draft, or swap back a worse one."""
-        if comparison is None:
-            log.info("the draft %s stays: it predicts as well as the one before", self._live.name)
-        elif comparison.name != self._live.name:
+        if result.name != self._live.name:
             # It was replaced in the meantime.
             return
-        elif comparison.is_better:
-            log.info("the draft %s stays: %s", comparison.name, comparison)
+        if isinstance(result, Undecided):
+            log.info("the draft %s stays: %s", result.name, result.reason)
+        elif result.is_better:
+            log.info("the draft %s stays: %s", result.name, result)
         else:
-            self._swap_back(comparison)
+            self._swap_back(result)
         self._forget_others()
 
     def _swap_back(self, comparison: Comparison) -> None:

@@ -125,6 +125,13 @@ class Metrics(EngineObserver):
         self._draft = drafter
         self._draft_info.info({"draft": drafter.label, "kind": drafter.kind})
 
+    def forget_draft(self, name: DraftName) -> None:
+        """Remove the series of a draft that is neither in use nor compared with the one in use."""
+        for counter in (self.draft_rounds, self.draft_accepted):
+            # A series that does not exist cannot be removed.
+            counter.labels(name.label)
+            counter.remove(name.label)
+
     def ended(self, generation: Generation, reason: str) -> None:
         self.generations.labels(reason).inc()
         self.prompt_tokens.inc(len(generation.prompt))

@@ -6,7 +6,8 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -114,6 +115,19 @@ class _Runner(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+@contextmanager
+def hangups_ignored() -> Iterator[None]:
+    """Ignore SIGHUP, where there is one: while models load, it must not end the process."""
+    if not hasattr(signal, "SIGHUP"):
+        yield
+        return
+    previous_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, previous_handler)
+
+
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     pass
 
@@ -167,7 +181,7 @@ def make_server(
         name,
         first_token_only=isinstance(config.num_draft_tokens, AdaptiveWindow),
         # A trial can end only while the server runs.
-        report=lambda comparison: updates.judged(comparison),
+        report=lambda result: updates.judged(result),
     )
     recording = None
     observers: list[EngineObserver] = [metrics, trial]
