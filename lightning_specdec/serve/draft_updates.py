@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_specdec.checkpoints.checkpoint import DraftOrigin
@@ -235,7 +235,11 @@ class DraftUpdates:
         if stamp is None:
             self._warn_of_missing(self._origin.path)
             return
-        self._changed_file = ChangedFile(stamp, time.monotonic(), was_requested=True)
+        if self._changed_file is None:
+            self._changed_file = ChangedFile(stamp, time.monotonic(), was_requested=True)
+        else:
+            # Requests in quick succession do not put it off.
+            self._changed_file = replace(self._changed_file, was_requested=True)
 
     def _warn_of_missing(self, path: Path) -> None:
         log.warning("there is no regular file %s now: the draft %s stays", path, self._live.name)
@@ -257,9 +261,10 @@ class DraftUpdates:
             error = caught
 
         present_stamp = file_stamp(origin.path)
-        if present_stamp != stamp:
-            if present_stamp is not None:
-                self._changed_file = ChangedFile(present_stamp, time.monotonic(), was_requested)
+        if present_stamp is None:
+            self._warn_of_missing(origin.path)
+        elif present_stamp != stamp:
+            self._changed_file = ChangedFile(present_stamp, time.monotonic(), was_requested)
         elif error is not None:
             self._refuse(origin.path, error)
         elif drafter is not None:
