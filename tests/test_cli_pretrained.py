@@ -136,7 +136,7 @@ def test_prompts_come_from_files_and_stdin_as_text_or_json(tmp_path: Path) -> No
         ("target --draft nowhere.safetensors", "there is no draft file nowhere.safetensors"),
         ("broken", "broken/model.safetensors is truncated or damaged"),
         ("target --max_new_tokens 600", "context of 512"),
-        ("target --prompt a --prompt=", "--prompt 2 is empty: give at least one token"),
+        ("target --prompt a --prompt=", "prompt number 2 is empty: give at least one token"),
         (
             "target --prompts_file null.jsonl",
             "null.jsonl, line 2 is empty: give at least one token",

@@ -276,7 +276,7 @@ def test_an_exported_checkpoint_is_validated_but_not_resumed(
     pair = checkpoint.load(shipped_run.best)
     checkpoint.save(tmp_path / "models.ckpt", pair.target, pair.drafter)
     verb(monkeypatch, tmp_path, "validate", "--ckpt_path", "models.ckpt")
-    assert str(pair.recipe["reached"]["val/loss"])[:6] in capsys.readouterr().out
+    assert f"{pair.recipe['reached']['val/loss']:.3f}" in capsys.readouterr().out
     with pytest.raises(ValueError, match="models.ckpt holds no training run to resume"):
         verb(monkeypatch, tmp_path, "fit", "--ckpt_path", "models.ckpt")
 

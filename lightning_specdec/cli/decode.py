@@ -99,15 +99,15 @@ class Outcome:
 
 def run(options: Namespace) -> int:
     """Decode with each method, measure, and print the answer, the outputs, and the table."""
-    # Imported here because numpy and the tokenizers take a while.
-    from lightning_specdec.text.grammar import check_installed
-
     settings = chosen(options, DecodeSettings)
     measure = chosen(options, MeasureSettings)
     config = decoding(options)
     grammar = chosen(options, GrammarSettings).given
     if grammar is not None:
-        # Checked here because loading the models, which comes first, takes seconds.
+        # Imported here because numpy and the tokenizers take a while, and checked here because
+        # loading the models, which comes first, takes seconds.
+        from lightning_specdec.text.grammar import check_installed
+
         check_installed()
     loaded = load(options)
     decoder = loaded.decoder
