@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 DEVICE = os.environ.get("LIGHTNING_SPECDEC_TEST_DEVICE", "cpu")
 """Device of the tests' models. `pytest --device cuda` runs the laws on a GPU."""
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 67,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -23,15 +23,15 @@ _SIZES: dict[str, Any] = {
 }
 _NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**_SIZES},
-    "qwen2": {**_SIZES},
-    "qwen3": {**_SIZES, "head_dim": 8},
-    "mistral": {**_SIZES, "sliding_window": 5},
-    "phi3": {**_SIZES, "pad_token_id": 0},
+    "llama": {**SIZES},
+    "qwen2": {**SIZES},
+    "qwen3": {**SIZES, "head_dim": 8},
+    "mistral": {**SIZES, "sliding_window": 5},
+    "phi3": {**SIZES, "pad_token_id": 0},
     "gpt2": {"vocab_size": 67, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96},
-    "gpt_neox": {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"},
+    "gpt_neox": {key: value for key, value in SIZES.items() if key != "num_key_value_heads"},
     "gemma3_text": {
-        **_SIZES,
+        **SIZES,
         "head_dim": 8,
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Sizes by family, with what sets it apart: shared key heads, sliding windows, positions."""
 _MIXED = {
-    **_SIZES,
+    **SIZES,
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
@@ -80,7 +80,7 @@ MORE: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * 4,
     },
     "deepseek_v3": {
-        **_SIZES,
+        **SIZES,
         **LATENT,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -90,7 +90,7 @@ MORE: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "longcat_flash": {
-        **_SIZES,
+        **SIZES,
         **LATENT,
         "num_layers": 2,
         "head_dim": 8,
@@ -101,8 +101,8 @@ MORE: dict[str, dict[str, Any]] = {
         "zero_expert_num": 1,
         "moe_topk": 2,
     },
-    "falcon": {**_SIZES, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False},
-    "opt": {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "falcon": {**SIZES, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False},
+    "opt": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "gptj": {
         "vocab_size": 67,
         "n_embd": 32,
@@ -111,9 +111,9 @@ MORE: dict[str, dict[str, Any]] = {
         "n_positions": 96,
         "rotary_dim": 4,
     },
-    "smollm3": {**_SIZES, "no_rope_layers": [1, 0, 1]},
+    "smollm3": {**SIZES, "no_rope_layers": [1, 0, 1]},
     "cohere2": {**_MIXED},
-    "mixtral": {**_SIZES, **_EXPERTS, "sliding_window": 5},
+    "mixtral": {**SIZES, **_EXPERTS, "sliding_window": 5},
 }
 """Families with unusual layers: logit caps, attention sinks, shared layers, values of another size
 than keys, routers, and layers without positions."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
+from resumed_rows import check_resumed_conversation
 from safetensors.torch import load_file, save_file
 from tiny_models import write
 from tiny_mtp import FAMILIES, fitted_mtp, write_with_mtp
@@ -20,7 +21,7 @@ from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.bench.ways import draftings
 from lightning_specdec.checkpoints.engines import export
 from lightning_specdec.config.models import PairSource
-from lightning_specdec.decoding import Session, autoregressive_decode, speculative_decode
+from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import Draft, MtpDrafter, NGramWithFallback
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
@@ -267,16 +268,7 @@ def test_fewer_layers_may_draft(directory: Path) -> None:
 def test_a_resumed_conversation_equals_a_fresh_one(directory: Path) -> None:
     target = target_of(directory)
     drafter = MtpDrafter.for_target(target)
-    session = Session(target, drafter, max_length=80, max_new_tokens=10)
-    row = session.add(PROMPTS[1])
-    while session.step():
-        pass
-    prompt = [*row.text, 11, 12, 13]
-    row = session.resume(row, prompt)
-    while session.step():
-        pass
-    expected = autoregressive_decode(target, [prompt], max_new_tokens=10).tokens[0]
-    assert row.text[len(prompt) :] == expected
+    check_resumed_conversation(target, drafter, PROMPTS[1])
 
 
 def test_confidence_ends_drafts_early_and_changes_no_token(home: Path) -> None:

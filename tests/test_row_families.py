@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import greedy_tokens, tiny
+from resumed_rows import check_resumed_conversation
 from row_families import (
     ATTENTION,
     FAMILIES,
@@ -227,16 +228,7 @@ def test_rows_that_come_and_go_change_nothing_for_the_others(family: str) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
 def test_a_resumed_conversation_equals_a_fresh_one(family: str) -> None:
-    session = Session(ours(family), NGramDrafter(), max_length=64, max_new_tokens=10)
-    row = session.add(PROMPTS[1])
-    while session.step():
-        pass
-    prompt = [*row.text, 11, 12, 13]
-    row = session.resume(row, prompt)
-    while session.step():
-        pass
-    expected = autoregressive_decode(ours(family), [prompt], max_new_tokens=10).tokens[0]
-    assert row.text[len(prompt) :] == expected
+    check_resumed_conversation(ours(family), NGramDrafter(), PROMPTS[1])
 
 
 @pytest.mark.quick_cases("llama-lfm2")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import LATENT, tiny
+from families import LATENT, SIZES, tiny
 from safetensors.torch import load_file, save_file
 from tiny_heads import examples, steps_of_fit
 from torch import nn
@@ -19,13 +19,7 @@ from lightning_specdec.models.model_config import quiet
 from lightning_specdec.models.mtp import MtpNetwork, new_mtp, num_mtp_layers, stored_weights
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": 67,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
+    **SIZES,
     "moe_intermediate_size": 24,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

@@ -419,14 +419,7 @@ def _value_options(field: Field[Any], hint: Any) -> dict[str, Any]:
         else:
             item_types.append(option)
 
-    choices = field.metadata.get("choices")
-    if choices and metavar is None:
-        metavar = "{" + ",".join(choices) + "}"
-    elif metavar is None and int in item_types:
-        metavar = "INT"
-    elif metavar is None and float in item_types:
-        metavar = "NUMBER"
-    options["metavar"] = metavar or "TEXT"
+    options["metavar"] = metavar or _usual_metavar(field.metadata.get("choices"), item_types)
 
     def read(word: str) -> Any:
         if hint is Any and re.fullmatch(r"-?\d+", word):
@@ -438,6 +431,17 @@ def _value_options(field: Field[Any], hint: Any) -> dict[str, Any]:
 
     options["type"] = read
     return options
+
+
+def _usual_metavar(choices: Sequence[str] | None, item_types: Sequence[Any]) -> str:
+    """What stands for the value of a flag in the help, unless its field says so."""
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    if int in item_types:
+        return "INT"
+    if float in item_types:
+        return "NUMBER"
+    return "TEXT"
 
 
 SettingsType = TypeVar("SettingsType", bound=Settings)

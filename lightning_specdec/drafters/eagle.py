@@ -21,7 +21,7 @@ from lightning_specdec.drafters.sampling_drafter import (
     DraftSampler,
     TrainedDrafter,
     empty_draft,
-    limit_draft,
+    limit_by_confidence,
     make_draft,
     runs_in_openvino,
 )
@@ -271,7 +271,9 @@ class EagleDrafter(FeatureDrafter):
                 draft = make_draft((tokens, None, None), windows, request)
                 if not self.settings.min_confidence:
                     return draft
-                return self._ended_by_confidence(draft, token_probs.cumprod(1))
+                return limit_by_confidence(
+                    draft, token_probs.cumprod(1), self.settings.min_confidence
+                )
 
         feature, logits = self._advance(state.entry_cache, embedded, hidden, lengths)
 
@@ -298,7 +300,7 @@ class EagleDrafter(FeatureDrafter):
         *_, confidences = outputs
         if confidences is None:
             return draft
-        return self._ended_by_confidence(draft, confidences)
+        return limit_by_confidence(draft, confidences, self.settings.min_confidence)
 
     def _draw_tokens(
         self,
@@ -347,11 +349,6 @@ class EagleDrafter(FeatureDrafter):
         if not confidences:
             return None
         return torch.stack(confidences, dim=1)
-
-    def _ended_by_confidence(self, draft: Draft, confidences: Float[Tensor, "B K"]) -> Draft:
-        """The draft up to the last token whose confidence is at least `min_confidence`."""
-        lengths = (confidences >= self.settings.min_confidence).sum(1)
-        return limit_draft(draft, lengths)
 
     def _unread(
         self,

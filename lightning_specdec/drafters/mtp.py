@@ -7,7 +7,6 @@ of the target, V vocabulary. `models/mtp.py` defines entries.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +22,11 @@ from lightning_specdec.drafters.sampling_drafter import (
     SamplingDrafter,
     empty_draft,
     fit_vocabulary,
-    limit_draft,
+    limit_by_confidence,
     make_draft,
 )
 from lightning_specdec.models import LanguageModel, ModelOutput
 from lightning_specdec.models.base import select
-from lightning_specdec.models.packed import can_pack, pack_linears
 from lightning_specdec.rules import Draft, Sampling
 
 if TYPE_CHECKING:
@@ -162,11 +160,10 @@ class MtpDrafter(SamplingDrafter):
         return (last_layer,)
 
     def fused(self, target: LanguageModel | None = None) -> MtpDrafter:
-        if self.network is None or not any(can_pack(layer) for layer in self.network.modules()):
+        if self.network is None:
             return self
-        drafter = deepcopy(self)
-        pack_linears(drafter.network)
-        return drafter.eval()
+        fused: MtpDrafter = self.packed("network")
+        return fused
 
     def init_state(
         self,
@@ -209,8 +206,7 @@ class MtpDrafter(SamplingDrafter):
         *_, confidences = outputs
         if confidences is None:
             return draft
-        lengths = (confidences >= self.settings.min_confidence).sum(1)
-        return limit_draft(draft, lengths)
+        return limit_by_confidence(draft, confidences, self.settings.min_confidence)
 
     def _unread(self, state: MtpState, request: DraftRequest) -> _Entries:
         """The entries that some layer has not read, or has read with draft tokens.

@@ -273,6 +273,15 @@ class SamplingDrafter(Drafter, ABC):
         key = (num_draft_tokens, id(storage), span)
         return self.run(request, (), sampling, call, tokens, inputs.last_positions, key=key)
 
+    def packed(self, network: str) -> Any:
+        """A copy whose network of that name is packed for this processor; itself if none can be."""
+        layers = getattr(self, network).modules()
+        if not any(can_pack(layer) for layer in layers):
+            return self
+        drafter = deepcopy(self)
+        pack_linears(getattr(drafter, network))
+        return drafter.eval()
+
 
 def make_draft(
     outputs: Outputs,
@@ -302,6 +311,21 @@ def make_draft(
         num_calls=num_calls or num_drafted,
         exit_states=states,
     )
+
+
+def limit_by_confidence(
+    draft: Draft,
+    confidences: Float[Tensor, "B K"],
+    min_confidence: float,
+) -> Draft:
+    """Limit each row's draft to the tokens whose confidence is high enough.
+
+    Args:
+        confidences: the estimated probability that a token and all before it are accepted.
+        min_confidence: the lowest one that suffices.
+    """
+    lengths = (confidences >= min_confidence).sum(1)
+    return limit_draft(draft, lengths)
 
 
 def limit_draft(draft: Draft, lengths: Int[Tensor, "B"]) -> Draft:
@@ -385,15 +409,6 @@ class TrainedDrafter(SamplingDrafter, ABC):
                 f"has {target.hidden_size} and {target.vocab_size}: use the target that it was "
                 "trained with"
             )
-
-    def packed(self, network: str) -> Any:
-        """A copy whose network of that name is packed for this processor; itself if none can be."""
-        layers = getattr(self, network).modules()
-        if not any(can_pack(layer) for layer in layers):
-            return self
-        drafter = deepcopy(self)
-        pack_linears(getattr(drafter, network))
-        return drafter.eval()
 
 
 def runs_in_openvino(target: LanguageModel | None, dtype: torch.dtype) -> bool:
