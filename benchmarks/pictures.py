@@ -80,7 +80,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from lightning_specdec import DecodingConfig, SpeculativeDecoder
     from lightning_specdec.bench.manifest import manifest
-    from lightning_specdec.bench.records import speed
     from lightning_specdec.cli.decode_text import pieces
 
     decoder = SpeculativeDecoder.from_pretrained(
@@ -100,7 +99,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "same_tokens": standard_row.tokens == row.tokens,
         "num_new_tokens": len(row.tokens),
         "num_rounds": len(row.rounds or []),
-        "tokens_per_second": [speed(comparison.standard), speed(comparison.rows)],
+        "tokens_per_second": [
+            comparison.standard_tokens_per_second,
+            comparison.tokens_per_second,
+        ],
         "walltime_speedup": list(comparison.walltime_speedup),
     }
 

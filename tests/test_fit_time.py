@@ -102,7 +102,8 @@ def test_the_estimate_of_a_validation_reads_each_prompt_once(
     result = SimpleNamespace(rows=[row], seconds=12.0)
     compared = SimpleNamespace(result=result, standard_result=result)
     monkeypatch.setattr(
-        "lightning_specdec.training.decode_callback.compare_once", lambda *arguments: compared
+        "lightning_specdec.training.decode_callback.compare_once",
+        lambda *arguments, **options: compared,
     )
     decoding = DecodeHeldOut(num_prompts=3, max_new_tokens=16)
     assert decoding.estimated_seconds(trainer, module) == pytest.approx(3.5 * 2 * (5 + 14))

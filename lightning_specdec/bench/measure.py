@@ -373,7 +373,10 @@ def _run_repeat(
             continue
         result = merge_results(outcome.results())
         figures: dict[str, Any] = {}
-        if case_index > 0 and standard_tape is not None:
+        if case_index == 0:
+            # Marks a row of standard decoding beside which others took turns.
+            figures["pieces"] = []
+        elif standard_tape is not None:
             figures["pieces"] = list(pairs_by_turn(standard_tape, outcome).values()) or None
         row = case.measured(repeat, result, **figures)
         if case.keeps_tokens:
@@ -477,12 +480,14 @@ def compare_once(
     config: DecodingConfig,
     *,
     max_seconds: float | None = None,
+    has_warm_up: bool = True,
 ) -> MeasuredPair:
-    """Decode prompts once with and without a drafter, in turns, after a short warm-up.
+    """Decode prompts once with and without a drafter, in turns.
 
     Args:
         target, drafter: in the form that is to be measured.
         max_seconds: time after which no further prompt is begun; at least one is decoded.
+        has_warm_up: whether a few tokens are decoded before the measurement.
 
     Raises:
         ValueError: the pair cannot decode these prompts with these settings.
@@ -495,8 +500,9 @@ def compare_once(
     progress = RunProgress(COMPARING, {case.cell: 1 for case in both.values()})
     progress.deadline = deadline
     with progress:
-        for case in both.values():
-            case.tape().run_piece(PIECE_TOKENS)
+        if has_warm_up:
+            for case in both.values():
+                case.tape().run_piece(PIECE_TOKENS)
         standard_run, run = _run_repeat(both, 0, progress, deadline)
     for row, _ in (standard_run, run):
         if row.error is not None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_specdec.bench.records import Comparison, speed
 from lightning_specdec.bench.sweep import Standing
 from lightning_specdec.bench.ways import Way
 from lightning_specdec.checkpoints.engine_heads import is_head
@@ -45,13 +44,6 @@ def sentence(standing: Standing, *, has_engines: bool) -> str:
             names.append(f"{num_unnamed} more")
         text += f"; too noisy to choose between this and {'; '.join(names)}"
     return text
-
-
-def speeds(comparison: Comparison) -> str:
-    """Tokens per second of standard decoding and of a way."""
-    values = [speed(rows) for rows in (comparison.standard, comparison.rows)]
-    shown = [f"{value:,.1f}" for value in values if value is not None]
-    return f"{' -> '.join(shown)} tokens/s"
 
 
 def command(way: Way, source: PairSource, flags: Mapping[str, Any], *, threads: int | None) -> str:

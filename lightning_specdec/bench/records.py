@@ -58,7 +58,7 @@ class Record:
         differs_at: prompt and token at which they first differ.
         num_changed: for a lossy rule, tokens that the target would not have drawn.
         pieces: seconds of standard decoding and of this method for the same few tokens, in turn;
-            None if the methods took turns after whole repeats.
+            empty for standard decoding itself; None if the methods took turns after whole repeats.
     """
 
     pair: str
@@ -206,9 +206,15 @@ def timings(pairs: Sequence[tuple[Record, Record]]) -> Timings | None:
 
 
 def seconds(rows: Sequence[Record]) -> float | None:
-    """Sum over batches of medians over repeats, as in `walltime_speedup`; None without rows."""
+    """Seconds of a repeat, as in `walltime_speedup`; None without rows.
+
+    The mean of repeats that took turns within a text, since the ratio of their pieces is one of
+    sums. Of other repeats, it is the sum over batches of medians over repeats.
+    """
     if not rows:
         return None
+    if all(row.pieces is not None for row in rows):
+        return statistics.fmean(row.seconds for row in rows) or None
     runs = [_units(row) for row in rows]
     total_seconds = 0.0
     for unit_index in range(len(runs[0])):
@@ -217,11 +223,14 @@ def seconds(rows: Sequence[Record]) -> float | None:
 
 
 def speed(rows: Sequence[Record]) -> float | None:
-    """New tokens / `seconds`; None without rows."""
+    """New tokens of a repeat / `seconds`; None without rows."""
     total_seconds = seconds(rows)
     if total_seconds is None:
         return None
-    return statistics.median(row.num_new_tokens for row in rows) / total_seconds
+    token_counts = [row.num_new_tokens for row in rows]
+    if all(row.pieces is not None for row in rows):
+        return statistics.fmean(token_counts) / total_seconds
+    return statistics.median(token_counts) / total_seconds
 
 
 def _units(row: Record) -> list[Unit]:
@@ -250,6 +259,7 @@ class Comparison:
         standard: standard decoding's repeats with the same prompts and settings.
         error: why the first failed repeat failed; None if none failed.
         interrupted: whether Ctrl-C ended the measurement early.
+        level: confidence level of its interval and its verdict.
     """
 
     case: Record
@@ -257,6 +267,7 @@ class Comparison:
     standard: tuple[Record, ...] = ()
     error: str | None = None
     interrupted: bool = False
+    level: float = LEVEL
 
     def __repr__(self) -> str:
         result = self.error or self.walltime_speedup
@@ -313,12 +324,12 @@ class Comparison:
     def walltime_speedup(self) -> Interval | None:
         """Seconds of standard decoding / seconds of this method for equally many tokens, with a
         confidence interval."""
-        return self.speedup(LEVEL)
+        return self.speedup(self.level)
 
     @property
     def verdict(self) -> Verdict:
         """Whether the method is faster than standard decoding on these prompts."""
-        return judge(self.walltime_speedup, self.num_pairs)
+        return judge(self.walltime_speedup, self.num_pairs, level=self.level)
 
     @property
     def latency_reduction(self) -> float | None:
@@ -408,6 +419,18 @@ class Comparison:
         return speed(self.rows)
 
     @property
+    def standard_tokens_per_second(self) -> float | None:
+        """Tokens per second of standard decoding on the same text: tokens_per_second /
+        walltime_speedup.
+
+        The texts of both may differ in length. The two speeds and the speedup agree all the same.
+        Without a speedup, it is the speed of standard decoding on its own text.
+        """
+        if self.walltime_speedup is None or self.tokens_per_second is None:
+            return speed(self.standard)
+        return self.tokens_per_second / self.walltime_speedup.value
+
+    @property
     def same_tokens(self) -> bool | None:
         """Whether every repeat generated standard decoding's tokens; None if they may differ."""
         checks = [row.same_tokens for row in self.rows if row.same_tokens is not None]
@@ -418,7 +441,10 @@ class Comparison:
         known."""
         settings = {name: getattr(self.case, name) for name in SETTINGS}
         figures = {name: getattr(self, name) for name in FIGURES}
-        sides = {STANDARD: _side(self.standard), SPECULATIVE: None}
+        standard_side = _side(self.standard)
+        if standard_side is not None:
+            standard_side["tokens_per_second"] = self.standard_tokens_per_second
+        sides = {STANDARD: standard_side, SPECULATIVE: None}
         # For standard decoding itself this is its only side.
         sides[self.case.method] = _side(self.rows)
         return {

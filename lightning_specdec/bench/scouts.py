@@ -72,8 +72,11 @@ def scouts(
         has_choice: whether the user named the drafts to try, so that no others are wanted.
     """
     is_chosen = has_choice or source.drafter is not None or source.draft is not None
-    if is_chosen or source.ckpt is not None or source.draft_quantization is not None:
+    if is_chosen or source.draft_quantization is not None:
         return []
+    if source.ckpt is not None:
+        # A checkpoint has its own drafts. Only text repeats what earlier texts contain.
+        return [] if decoder.tokenizer is None else [_suffix_scout(kinds)]
     result = [_suffix_scout(kinds)]
     if not any(kind.is_trained_exit for kind in kinds):
         result += _exit_scouts(decoder.target)

@@ -238,7 +238,8 @@ class Sweep:
         entrants_by_engine: dict[Engine, list[Entrant]] = {}
         seconds = self.seconds_left
         for engine in self.engines:
-            if self.seconds_left < (1 - LOADING_SHARE) * seconds and len(entrants_by_engine) > 0:
+            has_time = self.seconds_left > 0 and self.seconds_left >= (1 - LOADING_SHARE) * seconds
+            if entrants_by_engine and not has_time:
                 self.unavailable[engine.name] = NO_TIME
                 continue
             self._say(f"loading the target in {engine.name}")
@@ -246,12 +247,15 @@ class Sweep:
             if entrants:
                 entrants_by_engine[engine] = entrants
 
+        if len(entrants_by_engine) == 1:
+            return list(entrants_by_engine)
         all_entrants = []
         for entrants in entrants_by_engine.values():
             all_entrants += entrants
         contest = self._contest(all_entrants, "comparing engines", self.seconds_left * ENGINE_SHARE)
         left = list(entrants_by_engine)
-        while contest.seconds_left and len(left) > 1 and contest.live:
+        # A turn shows something in any case.
+        while len(left) > 1 and contest.live and (contest.seconds_left or not contest.num_turns):
             contest.run_turn()
             self._report()
             if contest.num_turns >= FEWEST_TURNS:
@@ -560,9 +564,8 @@ class Sweep:
                 None, judge(None, 0), comparisons=tuple(comparisons.values()), failed=self.failed
             )
 
-        level = level_among(len(self._entrants) - 1)
-        speedup = comparisons[winner].speedup(level)
-        verdict = judge(speedup, comparisons[winner].num_pairs, level=level)
+        best = comparisons[winner]
+        verdict = judge(best.walltime_speedup, best.num_pairs, level=best.level)
         equals = tuple(self._equals(winner, contest, comparisons))
         remarks = {}
         for way, comparison in comparisons.items():
@@ -633,6 +636,26 @@ class Sweep:
         return self.allows_rounding or comparison.same_tokens is not False
 
     @property
+    def level(self) -> float:
+        """The level of all intervals, since the best of several ways is chosen."""
+        return level_among(len(self._entrants) - 1)
+
+    @property
+    def standard_tokens_per_second(self) -> float | None:
+        """The speed of standard decoding on the first engine; None before it was measured.
+
+        Ways are measured on different parts of the texts, so their own speeds do not compare.
+        """
+        num_tokens = 0
+        seconds = 0.0
+        for contest in self._contests:
+            assert isinstance(contest.race, MeasuredRace)
+            tape = contest.race.tapes[contest.race.standard.way.name]
+            num_tokens += tape.num_tokens
+            seconds += tape.seconds
+        return num_tokens / seconds if seconds else None
+
+    @property
     def allows_rounding(self) -> bool:
         """Whether the target's dtype is so coarse that near-ties may resolve differently."""
         return dtype_of(self.decoder.target) in (torch.bfloat16, torch.float16)
@@ -648,7 +671,13 @@ class Sweep:
         row = entrant.case.measured(0, merge_results(results), pieces=entrant.pieces)
         row = replace(row, same_tokens=self._same_tokens(entrant))
         standard_row = self._standard.case.measured(0, merge_results(standard_results))
-        return Comparison(row, (row,), (standard_row,), self.failed.get(entrant.way.name))
+        return Comparison(
+            row,
+            (row,),
+            (standard_row,),
+            self.failed.get(entrant.way.name),
+            level=self.level,
+        )
 
     def _same_tokens(self, entrant: Entrant) -> bool | None:
         """Whether a way generated the tokens of standard decoding on the same engine.

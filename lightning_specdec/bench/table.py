@@ -65,6 +65,12 @@ def _seconds_cell(comparison: Comparison) -> str:
     return f"{rounded_seconds:,g}"
 
 
+def _standard_speed_cell(comparison: Comparison) -> str:
+    """The speed of standard decoding that fits the speedup."""
+    speed = comparison.standard_tokens_per_second
+    return "-" if speed is None else f"{speed:,.1f}"
+
+
 def _speedup_cell(comparison: Comparison) -> str:
     if comparison.walltime_speedup is None:
         return "-"
@@ -235,6 +241,8 @@ def listing(comparison: Comparison) -> str:
     lines = []
     for name, write_cell in _FIGURE_COLUMNS:
         cells = [write_cell(side) for side in sides]
+        if name == "tokens_per_second" and len(sides) > 1:
+            cells[0] = _standard_speed_cell(comparison)
         lines.append([name.replace("_", " "), *cells, ""])
 
     text = grid(headings, lines)

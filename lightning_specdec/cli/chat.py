@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lightning_specdec.cli.common import load_decoder
+from lightning_specdec.cli.early import has_chat_template, target_directory
 from lightning_specdec.cli.options import (
     MeasureSettings,
     Parser,
@@ -33,6 +34,7 @@ from lightning_specdec.config.settings import setting
 from lightning_specdec.config.terminal import one_line, say, short
 
 if TYPE_CHECKING:
+    from lightning_specdec.config.models import PairSource
     from lightning_specdec.decoder import SpeculativeDecoder
     from lightning_specdec.decoding.session import Conversation
     from lightning_specdec.text.tokenizer import Message, TextTokenizer
@@ -75,15 +77,16 @@ def run(options: Namespace) -> int:
         raise UsageError("chat takes --pair or --target, since a checkpoint has no chat template")
     config = decoding(options)
     source = pair_source(options)
+    directory = target_directory(source)
+    if directory is not None and not has_chat_template(directory):
+        raise ValueError(_no_template(source))
     decoder = load_decoder(options, source)
     # Imported here because torch takes a second.
     from lightning_specdec.text.tokenizer import TextTokenizer
 
     tokenizer = decoder.tokenizer
     if not isinstance(tokenizer, TextTokenizer) or not tokenizer.has_chat_template:
-        raise ValueError(
-            f"{source.name} has no chat template: choose a model tuned for chats, or use `decode`"
-        )
+        raise ValueError(_no_template(source))
     config = decoder.config(config, num_draft_tokens=decoder.window(config))
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
@@ -110,6 +113,10 @@ def run(options: Namespace) -> int:
         if note and (interactive or is_command or "verbose" in options):
             _note(note)
     return 1 if num_errors and not interactive else 0
+
+
+def _no_template(source: PairSource) -> str:
+    return f"{source.name} has no chat template: choose a model tuned for chats, or use `decode`"
 
 
 class _Chat:

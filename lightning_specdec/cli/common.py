@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_specdec.cli.early import check_before_loading
 from lightning_specdec.cli.options import (
     TEMPLATE_VARIABLES,
     PromptSettings,
@@ -162,13 +163,15 @@ def load_decoder(
     Args:
         mapped: as of `SpeculativeDecoder.load`.
     """
+    if source.drafter is not None:
+        source = source.changed(drafter=typed(source.drafter, "drafter"))
+    check_before_loading(options, source)
+    # Imported here because torch takes a second.
     from lightning_specdec.checkpoints import runs
     from lightning_specdec.decoder import SpeculativeDecoder
 
     name = runs.find(Path(source.ckpt).expanduser()) if source.ckpt else source.name
     progress(f"loading {name} ...")
-    if source.drafter is not None:
-        source = source.changed(drafter=typed(source.drafter, "drafter"))
     num_threads = getattr(options, "threads", None)
     decoder = SpeculativeDecoder.load(source, threads=num_threads, mapped=mapped)
     pair_threads = None if source.pair is None else get_pair(source.pair).threads

@@ -106,9 +106,9 @@ def run(options: Namespace) -> int:
     if grammar is not None:
         # Imported here because numpy and the tokenizers take a while, and checked here because
         # loading the models, which comes first, takes seconds.
-        from lightning_specdec.text.grammar import check_installed
+        from lightning_specdec.text.grammar import check_grammar
 
-        check_installed()
+        check_grammar(*grammar)
     loaded = load(options)
     decoder = loaded.decoder
     if grammar is not None:
@@ -326,14 +326,11 @@ def _answer(outcome: Outcome, decoder: SpeculativeDecoder, config: DecodingConfi
 
 def describe_speed(comparison: Comparison) -> str:
     """The verdict on the speedup, followed by the speed of each method."""
-    from lightning_specdec.bench.records import speed
-
-    speeds = [speed(rows) for rows in (comparison.standard, comparison.rows)]
-    shown_speeds = [f"{value:,.1f}" for value in speeds if value is not None]
-    tokens_per_second = f"{' -> '.join(shown_speeds)} tokens/s"
+    tokens_per_second = f"{comparison.tokens_per_second or 0.0:,.1f} tokens/s"
     if comparison.walltime_speedup is None:
         return tokens_per_second
-    return f"{comparison.verdict.text} ({tokens_per_second})"
+    standard_tokens_per_second = f"{comparison.standard_tokens_per_second or 0.0:,.1f}"
+    return f"{comparison.verdict.text} ({standard_tokens_per_second} -> {tokens_per_second})"
 
 
 def _details(outcome: Outcome, loaded: Loaded, options: Namespace, manifest: dict[str, Any]) -> str:

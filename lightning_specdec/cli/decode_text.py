@@ -25,6 +25,8 @@ INDENT = "    "
 MAX_PROMPT_LENGTH = 100
 """Characters of a prompt that are repeated above its output."""
 _COLOR_CODES = re.compile(r"\x1b\[[\d;]*m")
+RESET = "\x1b[0m"
+"""The code that ends a color."""
 NEWLINE_SYMBOL = "\u23ce"
 
 
@@ -129,7 +131,26 @@ def _block(text: str) -> str:
                 lines.append(INDENT)
                 word = word.lstrip()
             lines[-1] += word
-    return "\n".join(lines)
+    return "\n".join(_with_closed_colors(lines))
+
+
+def _with_closed_colors(lines: Sequence[str]) -> list[str]:
+    """End a color at the end of each line, and begin it again after the indent of the next one.
+
+    So it colors no indent, nor anything else if lines are cut, as by a pager.
+    """
+    closed_lines = []
+    open_color = ""
+    for line in lines:
+        text = line.removeprefix(INDENT)
+        closed_line = INDENT + open_color + text
+        codes = _COLOR_CODES.findall(text)
+        if codes:
+            open_color = "" if codes[-1] == RESET else codes[-1]
+        if open_color:
+            closed_line += RESET
+        closed_lines.append(closed_line)
+    return closed_lines
 
 
 def _overflows(line: str, word: str, width: int) -> bool:
@@ -142,8 +163,19 @@ def _overflows(line: str, word: str, width: int) -> bool:
 def _styled(text: str, fate: str, color: bool) -> str:
     code, marks = STYLES[fate]
     if color:
-        return f"\x1b[{code}m{text}\x1b[0m"
+        return f"\x1b[{code}m{text}{RESET}"
     return marks.format(text)
+
+
+def _styled_lines(text: str, fate: str, color: bool) -> str:
+    """Mark each line of a text, so that no mark spans lines.
+
+    The line breaks of draft tokens are shown, because a token may be nothing else.
+    """
+    if fate != "own":
+        text = text.replace("\n", f"{NEWLINE_SYMBOL}\n")
+    lines = [_styled(line, fate, color) if line else "" for line in text.split("\n")]
+    return "\n".join(lines)
 
 
 def _marked(row: RowResult, tokenizer: Tokenizer | None, color: bool) -> str:
@@ -158,7 +190,7 @@ def _marked(row: RowResult, tokenizer: Tokenizer | None, color: bool) -> str:
     marked = []
     for fate, group in groupby(shown_pieces, key=lambda piece: piece[0]):
         text = separator.join(piece_text for _, piece_text in group)
-        marked.append(_styled(text, fate, color))
+        marked.append(_styled_lines(text, fate, color))
     return separator.join(marked)
 
 

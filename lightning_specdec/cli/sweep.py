@@ -40,8 +40,11 @@ lightning_specdec sweep checkpoints/rnn.safetensors --max_new_tokens 7 --minutes
 lightning_specdec sweep checkpoints/rnn.safetensors --temperature 1 --rule RejectionSampling"""
 FIRST_TABLE_SECONDS = 20.0
 """Seconds after which a first table is shown."""
-FIGURES = ("tokens_per_second", "acceptance_rate", "block_efficiency", "walltime_speedup")
-"""Columns of the table. Total seconds differ by the turns that a way got, so they say nothing."""
+FIGURES = ("acceptance_rate", "block_efficiency", "walltime_speedup")
+"""Columns of the table. Seconds and speeds depend on the turns that a way got, so that those of two
+ways do not compare. Their speedups do."""
+SLOW_LOADING_SHARE = 0.4
+"""Share of the time above which loading leaves too little of it."""
 MAX_NAMED = 6
 """Ways that are named in a line; JSON has all of them."""
 ANY = "any"
@@ -103,6 +106,7 @@ def run(options: Namespace) -> int:
     reporter = _Reporter(deadline, is_shown=log.isEnabledFor(logging.INFO))
     interrupted = False
     loaded = load(model_options, num_own=settings.num_prompts)
+    _warn_of_slow_loading(time.monotonic() - start, settings.minutes)
     source = _backend_of(options, loaded.source)
     sweep = _make_sweep(options, loaded, source, config, settings, deadline, reporter)
     reporter.sweep = sweep
@@ -126,6 +130,18 @@ def run(options: Namespace) -> int:
         say(f"nothing is saved: {problem}", file=sys.stderr)
     exit_code = _exit_code(sweep, standing, interrupted=interrupted)
     return exit_code or (1 if problem else 0)
+
+
+def _warn_of_slow_loading(seconds: float, minutes: float) -> None:
+    """Warn if loading has taken so long that little can be compared in the rest of the time."""
+    if seconds > SLOW_LOADING_SHARE * 60 * minutes:
+        enough_minutes = math.ceil(seconds / SLOW_LOADING_SHARE / 60)
+        log.warning(
+            "loading took %.0f s of --minutes %g, so few ways are compared: give --minutes %d",
+            seconds,
+            minutes,
+            max(enough_minutes, math.floor(minutes) + 1),
+        )
 
 
 def _model_options(options: Namespace) -> Namespace:
@@ -344,6 +360,7 @@ def _document(
     return {
         "rows": rows,
         "best": best,
+        "level": sweep.level,
         "verdict": {"kind": standing.verdict.kind, "text": standing.verdict.text},
         **answer,
         "failed": dict(standing.failed),
@@ -363,6 +380,7 @@ def _print(
 ) -> None:
     """Print the table, the answer, and what it was measured on."""
     from lightning_specdec.bench.manifest import made_on
+    from lightning_specdec.bench.statistics import LEVEL
     from lightning_specdec.bench.table import comparison_table
     from lightning_specdec.bench.verdict import ranked
 
@@ -394,6 +412,16 @@ def _print(
         f"\nspeedups are over standard decoding in {standard}; {num_prompts}, "
         f"batch size {batch_size}, {made_on(manifest)}"
     )
+    notes = []
+    if sweep.standard_tokens_per_second is not None:
+        notes.append(f"standard decoding has {sweep.standard_tokens_per_second:,.1f} tokens/s")
+    if sweep.level != LEVEL:
+        notes.append(
+            f"the intervals are of {100 * sweep.level:.3g}%, since the best of several ways is "
+            "chosen"
+        )
+    if notes:
+        say("; ".join(notes))
 
 
 def _pair_name(path: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from lightning_specdec.config.terminal import short
+from lightning_specdec.config.terminal import one_line, short
 from lightning_specdec.text.tokenizer import Tokenizer
 from lightning_specdec.text.vocabulary import Vocabulary
 
@@ -232,9 +232,26 @@ def json_rule(schema: Mapping[str, Any] | bool) -> str:
     return f"%json {json.dumps(library_schema)}"
 
 
-def check_installed() -> None:
-    """Raise ValueError unless `llguidance` is installed."""
-    _library()
+def check_grammar(kind: str, source: str) -> None:
+    """Check a grammar without the tokens of a target, as far as that is possible.
+
+    Args:
+        kind, source: as of a `CompiledGrammar`.
+
+    Raises:
+        ValueError: `llguidance` is not installed, or refuses the grammar.
+    """
+    library = _library()
+    if kind == "json_schema":
+        try:
+            schema = json.loads(source)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the JSON schema is no JSON: {one_line(error)}") from None
+        if not isinstance(schema, dict | bool):
+            raise ValueError("a JSON schema must be an object, true, or false")
+    problem = library.LLMatcher.validate_grammar(library_grammar(kind, source))
+    if problem:
+        raise ValueError(f"the {title_of(kind)} is refused: {shown_error(problem)}")
 
 
 def _library() -> Any:

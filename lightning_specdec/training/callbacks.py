@@ -249,6 +249,9 @@ class ShowActivity(Callback):
     def __init__(self) -> None:
         self._activity: Activity | None = None
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        show_activity("measuring how long a validation takes")
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         has_bar = trainer.progress_bar_callback is not None
         # The lines of the bar are enough while they come.

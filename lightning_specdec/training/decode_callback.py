@@ -91,7 +91,14 @@ class DecodeHeldOut(Callback):
         config = DecodingConfig(num_draft_tokens=module.num_draft_tokens, max_new_tokens=num_tokens)
         module.eval()
         with torch.autocast(module.device.type, enabled=False):
-            measured = compare_once(module.target, module.drafter, prompts, config)
+            measured = compare_once(
+                module.target,
+                module.drafter,
+                prompts,
+                config,
+                # On a CPU, the first call takes little longer than the others.
+                has_warm_up=module.device.type != "cpu",
+            )
         module.train()
 
         self.prompt_seconds = 0.0

@@ -52,6 +52,8 @@ CACHE_VERSION = 6
 """Raise it when the content of the shards changes, so that older shards are not read."""
 SINGLE_READING_EPOCHS = 1.5
 """With fewer passes over the text than this, caching does not pay."""
+SAMPLE_SECONDS = 2.0
+"""Time after which a sample of the text is large enough to show how fast the target reads."""
 
 
 class OfflineFeatures(OnlineFeatures):
@@ -360,21 +362,31 @@ class AutoFeatures(OfflineFeatures):
         return is_online
 
     def _time_reading(self, target: LanguageModel, data: TokenData, layers: Sequence[int]) -> float:
-        """Seconds that the target takes to read the training text once, estimated from a sample."""
-        sample = data.first_rows("train", 2 * data.batch_size)
-        batch = sample._replace(tokens=sample.tokens.to(target.device))
+        """Seconds that the target takes to read the training text once, estimated from a sample.
 
-        def read_sample() -> None:
+        A slow target reads one part of the sample. Otherwise the first part warms up.
+        """
+        sample = data.first_rows("train", 2 * data.batch_size)
+        tokens = sample.tokens.to(target.device)
+        # On a CPU, a row of text is as efficient as a batch of them.
+        rows_of_part = 1 if target.device.type == "cpu" else data.batch_size
+
+        num_timed_rows = 0
+        timed_seconds = 0.0
+        for number, part in enumerate(tokens.split(rows_of_part)):
+            batch = Batch.of(part)
+            start_time = time.perf_counter()
             outputs = OnlineFeatures().read(target, batch, "train", layers=layers, tokens=None)
             # Copying a result waits for the device.
             outputs.choices.cpu()
-
-        # The first call warms up.
-        read_sample()
-        start_time = time.perf_counter()
-        read_sample()
-        sample_seconds = time.perf_counter() - start_time
-        return sample_seconds * len(data.rows("train")) / len(sample.tokens)
+            seconds = time.perf_counter() - start_time
+            is_warm_up = number == 0 and seconds < SAMPLE_SECONDS and len(tokens) > rows_of_part
+            if not is_warm_up:
+                num_timed_rows += len(part)
+                timed_seconds += seconds
+            if timed_seconds >= SAMPLE_SECONDS:
+                break
+        return timed_seconds * len(data.rows("train")) / num_timed_rows
 
 
 def check_cacheable(target: LanguageModel) -> None:

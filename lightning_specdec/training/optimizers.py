@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 
+from lightning_specdec.config.activity import show_activity
 from lightning_specdec.config.checks import require_number
 
 BETAS = (0.9, 0.95)
@@ -177,6 +178,7 @@ class TimeLimit(Timer):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_time[RunningStage.TRAINING] = self.began
         if self._validation_batch_seconds is not None:
+            show_activity("measuring how long the last validation takes")
             seconds = self._divide_time(trainer, pl_module)
             self._reserve(trainer.strategy.broadcast(seconds))
         if (self.time_remaining() or 0) <= 0:

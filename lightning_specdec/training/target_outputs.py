@@ -32,6 +32,8 @@ LOGIT_BYTES = 2**28
 """Maximum bytes of float32 logits in memory at once."""
 CACHED_LOGITS = 2**20
 """Maximum float32 logits that a CPU works on at once, so that they stay in its cache."""
+COUNTED_AT_ONCE = 2**20
+"""Tokens that are counted together."""
 
 
 # --- the target's outputs ---
@@ -198,12 +200,23 @@ def batches(data: TokenData, split: str) -> Iterator[Batch]:
 def token_counts(data: TokenData, vocab_size: int) -> Int[Tensor, "V"]:
     """How often each token occurs in the training split, prompts excluded."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
+    generated_tokens: list[Tensor] = []
+    num_waiting = 0
     for batch in batches(data, "train"):
         positions = torch.arange(batch.tokens.shape[1])
         is_text = positions < batch.lengths[:, None]
         is_after_prompt = positions >= batch.prompt_lengths[:, None]
-        generated_tokens = batch.tokens[is_text & is_after_prompt]
-        counts += torch.bincount(generated_tokens, minlength=vocab_size)
+        generated_tokens.append(batch.tokens[is_text & is_after_prompt])
+        num_waiting += len(generated_tokens[-1])
+
+        # Adding counts touches the whole vocabulary, so the tokens of many batches are counted
+        # together.
+        if num_waiting >= COUNTED_AT_ONCE:
+            counts += torch.bincount(torch.cat(generated_tokens), minlength=vocab_size)
+            generated_tokens = []
+            num_waiting = 0
+    if generated_tokens:
+        counts += torch.bincount(torch.cat(generated_tokens), minlength=vocab_size)
     return counts
 
 

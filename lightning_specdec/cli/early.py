@@ -1,0 +1,143 @@
+"""Mistakes that show before any weights are read, from the flags and from small files.
+
+Loading a model takes seconds to minutes. What is refused here would be refused after it too, since
+the library checks everything again. What cannot be decided from these files is left to it.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_specdec.config.hub import is_gguf
+from lightning_specdec.config.kinds import DRAFTERS, Choice
+from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.pairs import get_pair
+
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions")
+"""Entries of a model's config that limit the tokens of a text."""
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+"""Files beside a tokenizer that hold a chat template."""
+
+
+def check_before_loading(options: Namespace, source: PairSource) -> None:
+    """Check the flags of a verb against the files of the models that they name.
+
+    Args:
+        options: the flags that were given.
+        source: the models that they name, with the typed settings of the drafter.
+
+    Raises:
+        ValueError: a setting does not fit the target, or the drafter does not fit its draft file.
+    """
+    directory = target_directory(source)
+    values = {} if directory is None else _json_of(directory / "config.json")
+    _check_tokens(options, values)
+    if source.drafter is not None:
+        _check_drafter(source.drafter, values)
+    if source.draft is not None and source.ckpt is None:
+        _check_draft_file(Path(source.draft).expanduser(), source.drafter)
+
+
+def target_directory(source: PairSource) -> Path | None:
+    """The directory whose files describe the target; None if there is none on this machine.
+
+    An adapter may bring tokens and a chat template, so that the directory alone decides nothing.
+    """
+    if source.pair is not None:
+        source = get_pair(source.pair).complete(source)
+    if source.target is None or source.ckpt is not None or source.adapter is not None:
+        return None
+    path = Path(source.target).expanduser()
+    if is_gguf(path) or not path.is_dir():
+        return None
+    return path
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Whether a model's directory has a chat template. It may be in one of several files."""
+    if any((directory / name).exists() for name in _TEMPLATE_FILES):
+        return True
+    return bool(_json_of(directory / "tokenizer_config.json").get("chat_template"))
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none, which loading reports."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _check_tokens(options: Namespace, values: Mapping[str, Any]) -> None:
+    """Check numbers of tokens, and tokens, against the target's context and vocabulary."""
+    limit = _context(values)
+    num_new_tokens = getattr(options, "max_new_tokens", None)
+    # The prompt has at least a token, and no model reads the last new one.
+    if limit is not None and isinstance(num_new_tokens, int) and num_new_tokens > limit:
+        raise ValueError(
+            f"{num_new_tokens} new tokens do not fit the target's context of {limit}: ask for fewer"
+        )
+    vocab_size = values.get("vocab_size")
+    if isinstance(vocab_size, int):
+        for token in getattr(options, "eos", None) or ():
+            if isinstance(token, int) and token >= vocab_size:
+                raise ValueError(f"eos must be from 0 to {vocab_size - 1}, got {token}")
+
+
+def _context(values: Mapping[str, Any]) -> int | None:
+    """The longest text of a target; None if there is no limit, or positions are scaled."""
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = values.get(name)
+        if isinstance(scaling, Mapping):
+            kind = scaling.get("rope_type", scaling.get("type", "default"))
+            if kind != "default":
+                return None
+    for name in _CONTEXT_NAMES:
+        limit = values.get(name)
+        if isinstance(limit, int):
+            return limit
+    return None
+
+
+def _check_drafter(choice: Choice, values: Mapping[str, Any]) -> None:
+    """Check settings of a drafter that name layers of the target, or files."""
+    num_layers = values.get("num_hidden_layers")
+    exit_layer = choice.settings.get("exit_layer")
+    if isinstance(num_layers, int) and isinstance(exit_layer, int) and exit_layer >= num_layers:
+        raise ValueError(f"exit_layer must be from 1 to {num_layers - 1}, got {exit_layer}")
+    corpus = choice.settings.get("corpus")
+    if isinstance(corpus, str) and not Path(corpus).expanduser().exists():
+        raise ValueError(f"corpus {corpus} is no file or directory: check the path")
+
+
+def _check_draft_file(path: Path, choice: Choice | None) -> None:
+    """Check that a draft file is no pair of its own, and that it has the drafter of that name."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return
+    # Imported here because torch takes a second.
+    from lightning_specdec.checkpoints.archive import BROKEN, KEY
+    from lightning_specdec.models.safetensors_file import read_header
+
+    try:
+        metadata, _ = read_header(path)
+        description = json.loads(metadata.get(KEY, "{}"))
+        target = description["target"]
+        drafter_name = str(description["drafter"]["class"])
+    except BROKEN:
+        # Loading says what is wrong with it.
+        return
+    if "source" not in target:
+        raise ValueError(
+            f"{path} cannot be used: it holds its target itself, and decodes with no other: omit "
+            "--target"
+        )
+    is_other_class = choice is not None and choice.name in DRAFTERS and choice.name != drafter_name
+    if is_other_class and drafter_name in DRAFTERS:
+        assert choice is not None
+        if not choice.name.endswith("WithFallback"):
+            raise ValueError(f"the draft is a {drafter_name} already: drop --drafter {choice.name}")
