@@ -51,6 +51,8 @@ def main() -> None:
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
+    # The Trainer's verbs replace the words of the command line.
+    shows_traceback = "--debug" in sys.argv
     # The caller may have closed stdout, as `>&-` does in a shell.
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -63,13 +65,13 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         exit_code = EXIT_OK
     except (ValueError, OSError) as error:
-        if "--debug" in sys.argv:
+        if shows_traceback:
             raise
         say(f"error: {_error_text(error)}", file=sys.stderr)
         exit_code = EXIT_USER_ERROR
     except Exception as error:
         location = _user_code_of(error)
-        if location is None or "--debug" in sys.argv:
+        if location is None or shows_traceback:
             raise
         say(
             f"error: {location}: {type(error).__name__}: {one_line(error)} "

@@ -79,6 +79,11 @@ class Activity:
             self._next_report = now + REPORT_SECONDS
             log.log(self.level, "%s", self.describe())
 
+    def announce(self) -> None:
+        """Report the step before it takes long, if it has no parts that `advance` could count."""
+        if _reporter is None:
+            log.log(self.level, "%s", self.text)
+
     @property
     def is_slow(self) -> bool:
         """Whether the step has taken so long that it is worth a report."""

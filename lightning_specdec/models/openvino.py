@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
 from itertools import chain, pairwise
@@ -67,6 +68,8 @@ PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.T
 DYNAMIC_GROUP = 32
 """Activations that share a scale where they meet quantized weights. OpenVINO quantizes them in
 calls on several tokens; 0 does not quantize them."""
+LONG_CALL_TOKENS = 1024
+"""Tokens from which on a call may take seconds, so that it is reported."""
 FEWEST_QUANTIZED_TOKENS = 2
 """Tokens that a call computes at least for each row and at least scores, where weights are
 quantized.
@@ -811,9 +814,10 @@ class OpenVINOLM(HuggingFaceLM):
             inputs = self._completed(tokens, state, valid_lengths, exit_states)
 
         scored = _scored_indices(lengths, num_tokens, logits_for)
-        logits, hidden = self._run(
-            inputs, state, state.consumed, lengths, scored, first_layer, self.stack.num_layers
-        )
+        with _shown(sum(lengths)):
+            logits, hidden = self._run(
+                inputs, state, state.consumed, lengths, scored, first_layer, self.stack.num_layers
+            )
         state.advance(num_tokens, valid_lengths)
         requested_features = {layer: hidden[layer] for layer in features}
         return ModelOutput(logits, requested_features, logits_for)
@@ -910,6 +914,17 @@ class OpenVINOLM(HuggingFaceLM):
         for row, row_vectors in zip(rows, vectors_by_row, strict=True):
             row[: len(row_vectors)] = row_vectors
         return rows
+
+
+@contextmanager
+def _shown(num_tokens: int) -> Iterator[None]:
+    """Show that a long prompt is read. One call reads all of it, so no part of it can be."""
+    if num_tokens < LONG_CALL_TOKENS:
+        yield
+        return
+    with Activity(f"reading {num_tokens:,} tokens of the prompt in one call") as activity:
+        activity.announce()
+        yield
 
 
 def _plan(

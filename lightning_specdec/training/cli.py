@@ -672,9 +672,75 @@ def run(began: float | None = None) -> None:
             raise SystemExit(128 + signal.SIGINT) from None
         raise
     except (ArgumentError, MisconfigurationException, ValueError, RuntimeError) as error:
-        if not _is_parser_report(error):
+        text = str(error)
+        if _is_parser_report(error):
+            text = f"{one_line(text)}{_advice(text)}"
+        place = config_at_fault(str(error), sys.argv[2:])
+        if place is None and not _is_parser_report(error):
             raise
-        raise ValueError(f"{one_line(str(error))}{_advice(str(error))}") from error
+        raise ValueError(text if place is None else f"{place}: {text}") from error
+
+
+def config_at_fault(report: str, words: Sequence[str]) -> Path | None:
+    """The YAML file of a command line that an error is about; None if it is about an option.
+
+    Args:
+        report: a report of the parser, or the message of a class about one of its arguments.
+        words: the command line after the verb.
+    """
+    configs: list[Path] = []
+    option_keys = []
+    for word, next_word in pairwise([*words, ""]):
+        option, separator, joined_value = word.partition("=")
+        path = Path(joined_value if separator else next_word)
+        if option in _YAML_OPTIONS and path.suffix in (".yaml", ".yml") and path.is_file():
+            configs.append(path)
+        elif option.startswith("--"):
+            option_keys.append(_plain_key(option.removeprefix("--")))
+
+    if configs and "Unexpected config" in report:
+        return configs[-1]
+    key = _key_at_fault(report)
+    if not configs or key is None:
+        return None
+    for option_key in option_keys:
+        # The option replaces the value of the file, or a section around it.
+        if key == option_key or key.startswith(f"{option_key}.") or option_key.endswith(f".{key}"):
+            return None
+    names = key.split(".")
+    for path in reversed(configs):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if re.search(rf"^[\s-]*[\"']?{re.escape(names[-1])}\b", text, re.MULTILINE):
+            return path
+    # What is missing is in no file. A message of a class may be about anything.
+    is_missing = "arguments are required" in report or "Parser key" in report
+    return configs[-1] if is_missing else None
+
+
+def _key_at_fault(report: str) -> str | None:
+    """The entry that an error is about, by its name or its path in a config; None if unknown."""
+    if "nrecognized arguments: --" in report:
+        return None
+    unknown_setting = _UNKNOWN_SETTING.search(report)
+    if unknown_setting:
+        return _plain_key(unknown_setting[1])
+    keys = re.findall(r'Parser key "([^"]+)"', report)
+    unknown_argument = re.search(r"Option '([\w.]+)' is not accepted", report)
+    if keys:
+        key = ".".join(dict.fromkeys(keys))
+        return _plain_key(f"{key}.{unknown_argument[1]}" if unknown_argument else key)
+    required = re.search(r"arguments are required: ([\w.]+)", report)
+    if required:
+        return _plain_key(required[1])
+    # The message of a class begins with the argument's name.
+    argument = re.match(r"(\w+) must be ", one_line(report))
+    return None if argument is None else argument[1]
+
+
+def _plain_key(key: str) -> str:
+    """A path in a config as messages show it, without the levels of a class and its arguments."""
+    names = [name for name in key.split(".") if name not in ("init_args", "class_path")]
+    return ".".join(names)
 
 
 def _is_parser_report(error: Exception) -> bool:
