@@ -115,7 +115,10 @@ def test_a_run_of_given_minutes_ends_with_its_schedule_and_keeps_what_is_read_of
     rate = content["optimizer_states"][0]["param_groups"][0]["lr"]
     assert FINAL_RATE * 0.004 <= rate < 0.1 * 0.004 and content["epoch"] > 1
     assert (logs / "samples.md").is_file()
-    hparams = EventAccumulator(str(logs)).Reload().PluginTagToContent("hparams")
+    events = EventAccumulator(str(logs)).Reload()
+    for tag in events.Tags()["scalars"]:
+        assert events.SummaryMetadata(tag).summary_description, f"{tag} says what it shows"
+    hparams = events.PluginTagToContent("hparams")
     experiment = hparams["_hparams_/experiment"]
     assert b"val/block_efficiency" in experiment and b"val/draft_loss" not in experiment, (
         "only what was measured"

@@ -90,6 +90,20 @@ def test_the_losses_fall_and_tensorboard_holds_every_promised_tag(events: EventA
     )
 
 
+def test_each_chart_says_what_it_shows(events: EventAccumulator) -> None:
+    shown_descriptions = {}
+    for tag in events.Tags()["scalars"]:
+        shown_descriptions[tag] = events.SummaryMetadata(tag).summary_description
+    assert all(shown_descriptions.values()), shown_descriptions
+    assert len(set(shown_descriptions.values())) == len(shown_descriptions)
+    assert shown_descriptions["val/sampling_block_efficiency"] == (
+        "New tokens per target call. Standard decoding has 1. At temperature 1. Charts without "
+        "`sampling` are at temperature 0. On validation data."
+    )
+    assert "training data" in shown_descriptions["train/draft_loss"]
+    assert "`draft`" in shown_descriptions["train/draft_loss"]
+
+
 def test_checkpoints_are_enough_by_themselves_and_say_how_they_were_made(
     shipped_run: TrainedRun, events: EventAccumulator
 ) -> None:

@@ -15,11 +15,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_specdec.config.activity import Activity, show_activity
 from lightning_specdec.config.terminal import note_output, say
 from lightning_specdec.training.accumulation import rewind_to_step
 from lightning_specdec.training.base import SpeculativeTraining
+from lightning_specdec.training.chart_descriptions import describe_chart
 from lightning_specdec.training.metrics import SAMPLINGS
 from lightning_specdec.training.optimizers import time_share
 
@@ -45,18 +47,22 @@ def logged_step(trainer: Trainer) -> int:
 class TensorBoardCurves(TensorBoardLogger):
     """A `TensorBoardLogger` whose tags begin with `train` or `val`.
 
-    The epoch is logged as `train/epoch`, the HParams tab has no placeholder metric, and the tab of
-    custom scalars has one chart for all losses.
+    The epoch is logged as `train/epoch`, the HParams tab has no placeholder metric, the tab of
+    custom scalars has one chart for all losses, and each chart says what it shows.
     """
 
     def __init__(self, save_dir: str = "logs", name: str = "runs") -> None:
         super().__init__(save_dir, name, default_hp_metric=False)
         self._has_layout = False
+        self._described: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         renamed = dict(metrics)
         if "epoch" in renamed:
             renamed["train/epoch"] = renamed.pop("epoch")
+        for tag in list(renamed):
+            if tag not in self._described:
+                self._log_described(tag, float(renamed.pop(tag)), step)
         super().log_metrics(renamed, step)
         if not self._has_layout:
             # One chart for the losses of target and drafts, in the tab of custom scalars.
@@ -65,6 +71,17 @@ class TensorBoardCurves(TensorBoardLogger):
                 split: {"losses": ["Multiline", [f"{split}/.*loss"]]} for split in ("train", "val")
             }
             self.experiment.add_custom_scalars(layout)
+
+    @rank_zero_only
+    def _log_described(self, tag: str, value: float, step: int | None) -> None:
+        """Log the first value of a chart with its description, which TensorBoard takes from it."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+
+        self._described.add(tag)
+        metadata = SummaryMetadata(summary_description=describe_chart(tag))
+        described_value = Summary.Value(tag=tag, simple_value=value, metadata=metadata)
+        writer = self.experiment._get_file_writer()
+        writer.add_summary(Summary(value=[described_value]), step)
 
 
 class Lines:
