@@ -218,13 +218,17 @@ def reference(family: str) -> Any:
 
 def other(family: str, seed: int, noise: float) -> HuggingFaceLM:
     """A model whose weights are those of `reference` with some noise."""
-    model = tiny(family, **FAMILIES[family])
+    return HuggingFaceLM(noisy(tiny(family, **FAMILIES[family]), seed, noise))
+
+
+@torch.no_grad()
+def noisy(model: Any, seed: int, noise: float) -> Any:
+    """Add noise to the weights of a model, in place, relative to their spread."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            drawn = torch.randn(weight.shape, generator=generator)
-            weight.add_(drawn * noise * weight.std().nan_to_num())
-    return HuggingFaceLM(model)
+    for weight in model.parameters():
+        drawn = torch.randn(weight.shape, generator=generator)
+        weight.add_(drawn * noise * weight.std().nan_to_num())
+    return model
 
 
 @functools.cache

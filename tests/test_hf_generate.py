@@ -18,8 +18,6 @@ from tiny_models import CHAT
 from tiny_tokenizers import byte_level
 from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
@@ -630,62 +628,3 @@ def test_the_code_of_the_guide_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     for block in blocks:
         exec(block.replace("checkpoints/smollm2", str(tmp_path)), variables)
     assert "LlamaForCausalLM" in capsys.readouterr().out
-
-
-def multimodal(model_type: str) -> Any:
-    """A tiny model that also reads images."""
-    text = {
-        "vocab_size": 300,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 96,
-    }
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    if model_type == "gemma3":
-        config = AutoConfig.for_model(
-            "gemma3",
-            text_config={**text, "model_type": "gemma3_text", "sliding_window": 16},
-            vision_config={**vision, "model_type": "siglip_vision_model"},
-            mm_tokens_per_image=4,
-        )
-    else:
-        config = AutoConfig.for_model(
-            "llava",
-            text_config={**text, "model_type": "llama"},
-            vision_config={**vision, "model_type": "clip_vision_model"},
-            image_token_index=299,
-        )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: Any = AutoModelForImageTextToText.from_config(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.mul_(6)
-    model.generation_config = GenerationConfig(pad_token_id=0)
-    return model
-
-
-@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
-def test_a_multimodal_model_decodes_a_text(model_type: str) -> None:
-    """transformers passes it an empty collection of images, which is not an argument."""
-    model = multimodal(model_type)
-    text = torch.tensor([[5, 6, 7, 5, 6, 9]])
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(text), "max_new_tokens": 12}
-    expected_output = model.generate(text, **options)
-    assert torch.equal(SpeculativeDecoder(model).generate(text, **options), expected_output)
-    options["custom_generate"] = lightning_specdec.generate
-    assert torch.equal(model.generate(text, **options), expected_output)
-    with pytest.raises(ValueError, match="pixel_values|mm_encoder_outputs"):
-        model.generate(text, pixel_values=torch.zeros(1, 3, 28, 28), **options)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -37,6 +38,9 @@ _SCALED_KINDS = ("linear", "yarn", "llama3")
 """Rotary scalings that compute the same function of the positions for texts of any length."""
 _OWN_MASKS = ("doge", "gpt_neo")
 """Families whose layers apply another mask in addition to the one that is passed."""
+_GENERATION_STEPS = ("generate", "_prefill", "_sample")
+"""Methods of transformers' generation. A family that replaces one does more than to choose a token
+after each forward pass: it fills in a block of tokens, or treats the prompt in another way."""
 
 
 class StateCache(Cache):
@@ -263,6 +267,9 @@ def _reason_to_refuse(model: PreTrainedModel, config: PreTrainedConfig) -> str |
     if config.is_encoder_decoder or is_two_sided or model.get_output_embeddings() is None:
         return "is not a causal language model: use a decoder-only one"
 
+    if _generates_in_its_own_way(type(model)):
+        return "generates in a way that is only its own: use transformers' own generate"
+
     # The class counts: a user may have replaced the function of this one model.
     forward = type(model).forward
     has_cache = cache_name(forward) or cache_name(type(model.base_model).forward)
@@ -279,6 +286,16 @@ def _reason_to_refuse(model: PreTrainedModel, config: PreTrainedConfig) -> str |
             'attn_implementation="sdpa"'
         )
     return None
+
+
+def _generates_in_its_own_way(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a family of transformers replaces a step of generation. Users' classes may."""
+    if not model_class.__module__.startswith("transformers."):
+        return False
+    for name in _GENERATION_STEPS:
+        if getattr(model_class, name, None) is not getattr(GenerationMixin, name, None):
+            return True
+    return False
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

@@ -394,19 +394,22 @@ class HuggingFaceLM(LanguageModel):
                 f"layers must ascend, each once, got {list(layers)}: as [0, {stack.num_layers - 1}]"
             )
 
-        # Some settings are lists with a value for each layer.
-        config = self.model.config
-        values = to_values(config)
-        for name, value in vars(config).items():
+        # Some settings are lists with a value for each layer. A model that also reads images has a
+        # separate config for texts, and the draft is a model of that one.
+        values = to_values(self.config)
+        for name, value in vars(self.config).items():
             if "layer" in name and isinstance(value, list) and len(value) == stack.num_layers:
                 values[name] = [value[layer] for layer in chosen]
-        values[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(chosen)
+        names = self.config.attribute_map
+        values[names.get("num_hidden_layers", "num_hidden_layers")] = len(chosen)
 
         draft = HuggingFaceLM(values, tokenizer=self.tokenizer).float()
         chosen_layers = nn.ModuleList(stack.layers[layer] for layer in chosen)
         try:
-            parts = deepcopy(self.model, {id(stack.layers): chosen_layers})
-            draft.model.load_state_dict(parts.state_dict())
+            decoder = deepcopy(stack.inner, {id(stack.layers): chosen_layers})
+            LayerStack(draft.model).inner.load_state_dict(decoder.state_dict())
+            head: Any = draft.model.get_output_embeddings()
+            head.load_state_dict(self.model.get_output_embeddings().state_dict())
         except RuntimeError as error:
             # The weights are quantized, or the layers are of several kinds.
             name = type(self.model).__name__

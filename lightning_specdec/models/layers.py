@@ -95,7 +95,8 @@ class LayerStack:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.inner: Any = model.base_model
+        # The part for texts, of a model that also reads images.
+        self.inner: Any = model.get_decoder()
         part_names = self._find_parts()
         if part_names is None:
             raise ValueError(

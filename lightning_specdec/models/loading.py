@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -27,6 +28,7 @@ from lightning_specdec.models.backend_timing import faster_backend
 from lightning_specdec.models.base import OPENVINO_DTYPES
 from lightning_specdec.models.model_config import (
     FOREIGN,
+    auto_class,
     first_line,
     is_of_prediction_layer,
     quiet,
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 _HUB_LIMITS = (20_000, 2**53)
 """Largest number of tensors of a model whose weights are not here yet, and of numbers in them."""
 _NO_LIMITS = (2**63, 2**63)
+_TEXT_PART = re.compile(r"language_model|text_model|lm_head|embed_tokens|^(model\.)?layers\.")
+"""Names of the weights for texts of a model that also reads images."""
 _UNPACKED_ON_CPU = ("fp8",)
 """Methods whose weights transformers unpacks where their kernels are missing."""
 OPENVINO = "2026.4"
@@ -278,8 +282,6 @@ def without_memory(
         ValueError: as transformers, if it is not a causal language model; or it is far larger than
             its weights.
     """
-    from transformers import AutoModelForCausalLM
-
     max_tensors, max_numbers = limits
     num_tensors = 0
     num_numbers = 0
@@ -295,7 +297,7 @@ def without_memory(
 
     counting = nn.modules.module.register_module_parameter_registration_hook(count)
     with counting, torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def measure(model: PreTrainedModel) -> ModelSize:
@@ -329,7 +331,7 @@ def load(examined: Examined) -> HuggingFaceLM:
             _read_shapes(examined.path)  # checks the headers of what was downloaded
         with Activity(f"reading the weights of {name}"):
             model, report = _read_weights(examined)
-    _check_report(name, report, examined.config.get_text_config())
+    _check_report(name, report, examined.config)
     if examined.adapter is not None:
         model = merge_adapter(model, examined.adapter)
 
@@ -341,7 +343,7 @@ def load(examined: Examined) -> HuggingFaceLM:
 
 def _read_weights(examined: Examined) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' report on how its weights fit."""
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import GgufConfig
 
     path = examined.path
     options: dict[str, Any] = {"use_safetensors": True}
@@ -353,7 +355,7 @@ def _read_weights(examined: Examined) -> tuple[PreTrainedModel, dict[str, Any]]:
         # Some kernels lay out their weights while they are loaded, on the device.
         options["device_map"] = {"": examined.device}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(examined.config).from_pretrained(
             path,
             config=examined.config,
             dtype=getattr(torch, examined.dtype),
@@ -376,7 +378,8 @@ def _read_weights(examined: Examined) -> tuple[PreTrainedModel, dict[str, Any]]:
 def _check_report(name: str, report: dict[str, Any], config: PreTrainedConfig) -> None:
     """Raise ValueError if weights are missing or have the wrong shape; log those left over.
 
-    Prediction layers that the config lists are not left over: a drafter loads them.
+    Prediction layers that the config lists are not left over: a drafter loads them. Nor are the
+    parts for images and sound of a model that is loaded for texts only.
     """
     problems = {
         "missing_keys": "lack",
@@ -389,9 +392,12 @@ def _check_report(name: str, report: dict[str, Any], config: PreTrainedConfig) -
                 f"the weights of {name} {problem} {keys[0]} ({len(keys)} in all): download it again"
             )
     unexpected_keys = sorted(report["unexpected_keys"])
-    if getattr(config, "num_mtp_layers", None):
+    text_config = config.get_text_config()
+    if text_config is not config:
+        unexpected_keys = [key for key in unexpected_keys if _TEXT_PART.search(key)]
+    if getattr(text_config, "num_mtp_layers", None):
         unexpected_keys = [
-            key for key in unexpected_keys if not is_of_prediction_layer(config, key)
+            key for key in unexpected_keys if not is_of_prediction_layer(text_config, key)
         ]
     if unexpected_keys:
         log.warning(

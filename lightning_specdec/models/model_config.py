@@ -117,6 +117,26 @@ def read_config(name: str, path: Path, trust_remote_code: bool) -> PreTrainedCon
         raise ValueError(f"{path}/config.json describes no model: {first_line(error)}") from error
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that builds and loads the model of a configuration.
+
+    Families that also read images may have no class for texts only. Their whole model is loaded
+    then, and decodes texts.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    own_code = getattr(config, "auto_map", None) or {}
+    is_known_for_texts = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if is_known_for_texts or "AutoModelForCausalLM" in own_code:
+        return AutoModelForCausalLM
+    names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if config.model_type in names or "AutoModelForImageTextToText" in own_code:
+        return AutoModelForImageTextToText
+    # Its error says which families it has.
+    return AutoModelForCausalLM
+
+
 def _read_gguf_config(path: Path) -> PreTrainedConfig:
     from transformers import AutoConfig
 
