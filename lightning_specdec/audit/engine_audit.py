@@ -33,6 +33,8 @@ MAX_SEED = 2**31
 """Seeds of all engines are below this."""
 SEED_STEP = 1_000_003
 """A prime: the seeds of two audits rarely overlap."""
+FEW_TOKENS = 8
+"""Tokens of the prompt that asks whether the engine takes tokens."""
 CHAT: tuple[dict[str, str], ...] = ({"role": "user", "content": "What is speculative decoding?"},)
 """A chat whose tokens are compared on both sides."""
 
@@ -238,7 +240,6 @@ class EngineAuditor:
             ValueError: the engine cannot be audited; the message says why.
         """
         tell("comparing prompts and templates ...")
-        self._drop_long_prompts()
         self._probe()
         self._compare_templates()
         counts_before = self._draft_counts()
@@ -255,15 +256,19 @@ class EngineAuditor:
     # What both sides have in common
 
     def _probe(self) -> None:
-        """Find out what the engine takes and reports, by a short answer to the first prompt."""
-        answer = self._probe_prompts()
+        """Choose the prompts by what the engine takes, and find out what it reports."""
+        if not self._takes_tokens():
+            self._use_texts()
+        # A text has other tokens than its chat, so its length is known only now.
+        self._choose_prompts()
+        answer = self._probe_lengths()
         if answer.tokens is not None:
             self.findings.token_source = IDS
             return
         self._require_tokenizer("reports no token ids")
         self.client.asks_logprobs = True
         try:
-            answer = self._ask_short()
+            answer = self._ask_short(self.prompts[0])
         except RefusalError:
             self.client.asks_logprobs = False
         if answer.tokens is not None:
@@ -279,16 +284,21 @@ class EngineAuditor:
                 "failed sampled check proves nothing"
             )
 
-    def _probe_prompts(self) -> EngineAnswer:
-        """Ask with tokens, or with text if the engine refuses tokens; compare the lengths."""
+    def _takes_tokens(self) -> bool:
+        """Whether prompts may be tokens. It is asked with few, which fit every context."""
+        beginning = EnginePrompt(self.prompts[0].tokens[:FEW_TOKENS])
         try:
-            answer = self._ask_short()
+            self._ask_short(beginning)
         except RefusalError as error:
             if error.status not in (400, 422):
                 raise
             self._require_tokenizer(f"takes no tokens as prompts ({error.reason[:100]})")
-            self._use_texts()
-            answer = self._ask_short()
+            return False
+        return True
+
+    def _probe_lengths(self) -> EngineAnswer:
+        """A short answer to the first prompt, whose length both sides must count alike."""
+        answer = self._ask_short(self.prompts[0])
         num_expected = len(self.prompts[0].tokens)
         if answer.num_prompt_tokens is None:
             self.findings.warn("the engine does not report the number of prompt tokens")
@@ -318,11 +328,11 @@ class EngineAuditor:
         if self.tokenizer is None:
             raise EngineError(f"{self.client.address} {reason}, and the target has no tokenizer")
 
-    def _ask_short(self) -> EngineAnswer:
-        return self._ask(self.client, self.prompts[0], Sampling(), seed=0, max_new_tokens=4)
+    def _ask_short(self, prompt: EnginePrompt) -> EngineAnswer:
+        return self._ask(self.client, prompt, Sampling(), seed=0, max_new_tokens=4)
 
-    def _drop_long_prompts(self) -> None:
-        """Leave out prompts that, with their answers, exceed the target's context.
+    def _choose_prompts(self) -> None:
+        """Take the first prompts that, with their answers, fit the target's context.
 
         Raises:
             ValueError: all do.
