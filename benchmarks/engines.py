@@ -509,9 +509,14 @@ def num_equal(rows: list[list[int]], other_rows: list[list[int]]) -> int:
 
 
 @contextmanager
-def serve(command: list[str], environment: dict[str, str] | None = None) -> Iterator[str]:
-    """Start a server and yield its address."""
-    url = f"http://127.0.0.1:{PORT}"
+def serve(
+    command: list[str],
+    environment: dict[str, str] | None = None,
+    *,
+    port: int = PORT,
+) -> Iterator[str]:
+    """Start a server that listens on this port, and yield its address."""
+    url = f"http://127.0.0.1:{port}"
     with TemporaryDirectory() as folder, Path(folder, "log").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
