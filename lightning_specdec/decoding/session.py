@@ -179,13 +179,18 @@ class Session:
         rows = batch.rows
 
         windows, num_draft_tokens = executor.begin_round(rows, self._plan, batch.draft_state)
+        forced_tokens = self._forced_tokens(windows)
+        windows = with_forced(windows, forced_tokens)
+        num_draft_tokens = max(num_draft_tokens, *windows)
         unread = batch.truncate_target()
         last_two_tokens = executor.last_two_tokens(rows)
         noise = batch.next_noise(num_draft_tokens + 1)
         sampling = batch.sampling()
         executor.lap("rest")
 
-        draft = self._draft(windows, num_draft_tokens, last_two_tokens, noise, sampling)
+        draft = self._draft(
+            windows, num_draft_tokens, forced_tokens, last_two_tokens, noise, sampling
+        )
         executor.lap("draft")
 
         output = self._verify(unread, last_two_tokens, draft)
@@ -217,6 +222,7 @@ class Session:
         self,
         windows: list[int],
         num_draft_tokens: int,
+        forced_tokens: list[list[int]],
         last_two_tokens: Int[Tensor, "B 2"],
         noise: Float[Tensor, "B N 3"] | None,
         sampling: Sampling,
@@ -239,7 +245,6 @@ class Session:
             may_use_other_texts=self._shares_windows,
             fallback_windows=self._plan.fallback_windows(self._batch.rows),
         )
-        forced_tokens = self._forced_tokens(windows)
         draft = draft_around(
             forced_tokens,
             self.drafter,
@@ -258,15 +263,21 @@ class Session:
 
         A drafter that draws its tokens under the grammar has these too, and may continue them. So
         its rows have them only if they fill the window or end the text.
+
+        Args:
+            windows: draft tokens that each row requests of the drafter.
         """
         if self.rule.needs_draft_logits:
             # Such rules judge draft models only.
             return [[] for _ in windows]
 
+        forced_windows = self._plan.forced_windows(self._batch.rows) or windows
         forced: list[list[int]] = []
-        for row, window in zip(self._batch.rows, windows, strict=True):
-            tokens = row.forced_tokens(window) if row.live and window else []
-            is_whole = len(tokens) == window or (tokens and tokens[-1] in row.eos)
+        for row, window, forced_window in zip(
+            self._batch.rows, windows, forced_windows, strict=True
+        ):
+            tokens = row.forced_tokens(forced_window) if row.live and forced_window else []
+            is_whole = len(tokens) >= window or (tokens and tokens[-1] in row.eos)
             if self.drafter.gives_logits and not is_whole:
                 tokens = []
             forced.append(tokens)
@@ -543,6 +554,14 @@ class Session:
             rule=type(self.rule).__name__,
             lossy_reason=self.target.lossy_reason,
         )
+
+
+def with_forced(windows: Sequence[int], forced_tokens: Sequence[Sequence[int]]) -> list[int]:
+    """The number of draft tokens that each row requests: of a grammar if that has some for it."""
+    requested = []
+    for window, tokens in zip(windows, forced_tokens, strict=True):
+        requested.append(len(tokens) or window)
+    return requested
 
 
 class Conversation:

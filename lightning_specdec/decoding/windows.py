@@ -109,7 +109,8 @@ class Outcome:
 
     Args:
         is_copied: whether the lookup of a drafter with a fallback made them.
-        is_forced: whether they follow from a grammar, without a drafter.
+        is_forced: whether they follow from a grammar, without a drafter. They say nothing about the
+            drafter, and cost none of its time.
         num_requested: draft tokens that the plan requested. It exceeds `window` if the text ended
             within the draft tokens, since nothing is learned from those after the end.
     """
@@ -140,6 +141,12 @@ class Plan(ABC):
     def fallback_windows(self, rows: Sequence[Request]) -> list[int] | None:
         """Of a drafter with a fallback, the number of draft tokens that it requests of the
         fallback where the lookup finds nothing; None for as many as of the lookup.
+        """
+        return None
+
+    def forced_windows(self, rows: Sequence[Request]) -> list[int] | None:
+        """The number of draft tokens that each row may have of a grammar, without the drafter;
+        None for as many as of the drafter.
         """
         return None
 
@@ -338,6 +345,8 @@ class Controller:
         window: of the next round; of a drafter with a fallback, the larger one of the two.
         draft_window: of the next round where the lookup of a drafter with a fallback finds
             nothing; the same as `window` for others.
+        forced_window: of tokens that a grammar forces. They need no drafter and are nearly
+            certain, so it is the same in all rounds.
     """
 
     def __init__(self, costs: Calibration, *, measured_only: bool = False) -> None:
@@ -362,6 +371,9 @@ class Controller:
         """The same of a fallback's drafts, up to 0, so that a lookup's gains pay for no trials."""
         certain = Estimate([1.0] * self.largest, 1.0)
         self.draft_is_hopeless = self.best(certain.rates) == 0
+        self.forced_window = max(
+            self.choices, key=lambda window: (1 + window) / self.round_seconds[window]
+        )
         self.lookup_window = 0
         self.draft_window = 0
         self.window = 0
@@ -472,6 +484,11 @@ class Controller:
         if not outcomes:
             return
         self.num_rows = len(outcomes)
+        # Neither rates nor balance know the tokens that a grammar forces: they would speak for a
+        # useless drafter, and pay for its drafts.
+        outcomes = [outcome for outcome in outcomes if not outcome.is_forced]
+        if not outcomes:
+            return
         called_window = 0
         for outcome in outcomes:
             if outcome.window == 0:
@@ -559,6 +576,9 @@ class _SharedPlan(Plan):
             return None
         return [window_of(row, self._controller.draft_window) for row in rows]
 
+    def forced_windows(self, rows: Sequence[Request]) -> list[int] | None:
+        return [window_of(row, self._controller.forced_window) for row in rows]
+
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         self._controller.learn(outcomes)
 
@@ -594,6 +614,13 @@ class _RowPlan(Plan):
         windows = []
         for row in rows:
             largest = self._controller(row).draft_window if row.live else 0
+            windows.append(window_of(row, largest))
+        return windows
+
+    def forced_windows(self, rows: Sequence[Request]) -> list[int] | None:
+        windows = []
+        for row in rows:
+            largest = self._controller(row).forced_window if row.live else 0
             windows.append(window_of(row, largest))
         return windows
 
