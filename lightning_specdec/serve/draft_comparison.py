@@ -1,9 +1,10 @@
 """Does a new draft predict live requests worse than the one before it? A rule with stated errors.
 
 The measure is the accepted draft tokens of a round of a row. Rounds of one answer resemble each
-other, so answers are the samples: the rate of a draft is a ratio of sums over answers, with the
-variance of a ratio estimator. Requests with other settings have other rates, so only rounds of the
-same kind are compared, and the differences of all kinds are averaged.
+other, so answers are the samples: the rate of a draft is a ratio of sums over answers, and its
+variance is that of the jackknife, which leaves out one answer at a time. Requests with other
+settings have other rates, so only rounds of the same kind are compared, and the differences of all
+kinds are averaged.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ MOST_ROUNDS = FIRST_LOOK * 2**NUM_LOOKS
 """Recorded rounds of the new draft, after which it stays even if it was compared less often."""
 FALSE_ALARMS = 0.01
 """How often a draft that predicts as well is called worse in any of its comparisons, at most."""
+SPENT_FALSE_ALARMS = FALSE_ALARMS / 2
+"""What the levels of all comparisons add up to. With few answers of different lengths, more are
+false than the t distribution says: the other half is left for these."""
 FEWEST_ANSWERS = 20
-"""Answers of each draft that a comparison needs."""
+"""Answers of each draft that a comparison needs, as answers of equal length: a few long ones among
+many short ones would decide a rate by themselves."""
 ROUNDS_OF_ANSWER = 128
 """Rounds by which an answer counts. Longer ones would hold up those that began after them, and
 outweigh the others."""
 FEWEST_OF_KIND = 32
 """Rounds of each draft that make a kind count."""
+FEWEST_ANSWERS_OF_KIND = 4
+"""Answers of each draft that make a kind count: one answer does not show how much it varies."""
 MOST_ANSWERS = 1000
 """Answers of a draft that are remembered; the oldest are forgotten."""
 
@@ -44,10 +51,17 @@ Kind = tuple[float, bool, int]
 
 @dataclass
 class Counts:
-    """Rounds, and their accepted draft tokens."""
+    """Rounds, their accepted draft tokens, and the answers that they are part of."""
 
     num_rounds: int = 0
     num_accepted: int = 0
+    num_answers: int = 1
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether a kind with these counts can be compared."""
+        has_answers = self.num_answers >= FEWEST_ANSWERS_OF_KIND
+        return has_answers and self.num_rounds >= FEWEST_OF_KIND
 
 
 @dataclass
@@ -114,11 +128,12 @@ class DraftRecord:
     def has_enough(self) -> bool:
         """Whether it can be compared with a draft that answers the same kinds of requests."""
         answers = self.finished_in_order()
-        frequent_kinds = {
-            kind for kind, counts in totals(answers).items() if counts.num_rounds >= FEWEST_OF_KIND
-        }
-        num_answers = sum(not frequent_kinds.isdisjoint(answer.counts) for answer in answers)
-        return num_answers >= FEWEST_ANSWERS
+        frequent_kinds = {kind for kind, counts in totals(answers).items() if counts.is_enough}
+        lengths = []
+        for answer in answers:
+            kinds = frequent_kinds.intersection(answer.counts)
+            lengths.append(sum(answer.counts[kind].num_rounds for kind in kinds))
+        return num_of_equal_length(lengths) >= FEWEST_ANSWERS
 
 
 @dataclass(frozen=True)
@@ -187,14 +202,19 @@ def totals(answers: Iterable[Answer]) -> dict[Kind, Counts]:
     sums: dict[Kind, Counts] = {}
     for answer in answers:
         for kind, counts in answer.counts.items():
-            total = sums.setdefault(kind, Counts())
+            total = sums.setdefault(kind, Counts(num_answers=0))
+            total.num_answers += 1
             total.num_rounds += counts.num_rounds
             total.num_accepted += counts.num_accepted
     return sums
 
 
-def compare(new: DraftRecord, previous: DraftRecord) -> Comparison | None:
-    """Compare two drafts by their finished answers; None if these are too few."""
+def compare(new: DraftRecord, previous: DraftRecord, level: float) -> Comparison | None:
+    """Compare two drafts by their finished answers; None if these are too few.
+
+    Args:
+        level: how often the whole interval is below 0 although the drafts are equal.
+    """
     new_answers = new.finished_in_order()
     previous_answers = previous.finished_in_order()
     new_totals = totals(new_answers)
@@ -203,9 +223,10 @@ def compare(new: DraftRecord, previous: DraftRecord) -> Comparison | None:
     # Kinds with many rounds of both count most, so that the error of the average is small.
     weights: dict[Kind, float] = {}
     for kind, counts in new_totals.items():
-        num_rounds = counts.num_rounds
-        num_previous = previous_totals.get(kind, Counts()).num_rounds
-        if min(num_rounds, num_previous) >= FEWEST_OF_KIND:
+        previous_counts = previous_totals.get(kind)
+        if previous_counts is not None and counts.is_enough and previous_counts.is_enough:
+            num_rounds = counts.num_rounds
+            num_previous = previous_counts.num_rounds
             weights[kind] = num_rounds * num_previous / (num_rounds + num_previous)
     if not weights:
         return None
@@ -217,35 +238,60 @@ def compare(new: DraftRecord, previous: DraftRecord) -> Comparison | None:
     if new_estimate is None or previous_estimate is None:
         return None
     variance = new_estimate.variance + previous_estimate.variance
-    num_answers = min(new_estimate.num_answers, previous_estimate.num_answers)
+    num_effective = min(new_estimate.num_effective, previous_estimate.num_effective)
     return Comparison(
         name=new.name,
         previous_name=previous.name,
         difference=new_estimate.rate - previous_estimate.rate,
-        margin=_quantile(num_answers) * math.sqrt(variance),
+        margin=_quantile(level, num_effective - 1) * math.sqrt(variance),
         previous_rate=previous_estimate.rate,
         num_rounds=sum(new_totals[kind].num_rounds for kind in weights),
     )
 
 
-def _quantile(num_answers: int) -> float:
+def num_of_equal_length(lengths: Sequence[float]) -> float:
+    """How many answers of equal length have a rate as certain as answers of these (Kish 1965)."""
+    sum_of_squares = sum(length**2 for length in lengths)
+    if sum_of_squares == 0:
+        return 0.0
+    # Rounded, since lengths may be shares of a sum.
+    return round(sum(lengths) ** 2 / sum_of_squares, 6)
+
+
+def level_of(look: int) -> float:
+    """How often a comparison may call a draft worse that is not.
+
+    The levels add up to `SPENT_FALSE_ALARMS` (Bonferroni correction), so all comparisons together
+    have at most these, however they depend on each other. They rise with the number of the
+    comparison, since the first ones have the fewest answers, whose distribution is known worst.
+
+    Args:
+        look: number of the comparison, from 1 to `NUM_LOOKS`.
+    """
+    return SPENT_FALSE_ALARMS * look / (NUM_LOOKS * (NUM_LOOKS + 1) / 2)
+
+
+def _quantile(level: float, degrees_of_freedom: float) -> float:
     """Half the width of an interval in standard errors, by Student's t distribution.
 
-    Each comparison has an equal share of the false alarms (Bonferroni correction), so all of them
-    together have at most `FALSE_ALARMS`, however they depend on each other.
-    Its quantile to first order is that of Abramowitz and Stegun 1964, 26.7.5.
+    It is the expansion of Abramowitz and Stegun 1964, 26.7.5.
     """
-    normal = NormalDist().inv_cdf(1 - FALSE_ALARMS / NUM_LOOKS)
-    return normal + (normal**3 + normal) / (4 * (num_answers - 1))
+    z = NormalDist().inv_cdf(1 - level)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    n = degrees_of_freedom
+    return z + first / n + second / n**2 + third / n**3
 
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A rate, the variance of its error, and the number of answers that it is from."""
+    """A rate, the variance of its error, and the number of answers that it is from, as by
+    `num_of_equal_length`."""
 
     rate: float
     variance: float
-    num_answers: int
+    num_effective: float
 
 
 def _weighted_rate(
@@ -255,29 +301,36 @@ def _weighted_rate(
 ) -> _Estimate | None:
     """The average over the kinds of accepted draft tokens per round; None for too few answers.
 
-    The error is that of a sum of ratios of sums, to first order: each answer adds its accepted
-    tokens less those that its rounds have on average (Cochran 1977, section 6.3).
+    The variance is that of the jackknife (Efron 1982, chapter 3): the sum of squares of what
+    the average changes by without each answer. The formula for large samples, which divides by all
+    rounds instead of those of the other answers, is too small where few answers have most rounds.
     """
     rates = {kind: sums[kind].num_accepted / sums[kind].num_rounds for kind in weights}
-    deviations = []
+    changes = []
+    shares = []
     for answer in answers:
         kinds = [kind for kind in answer.counts if kind in weights]
         if not kinds:
             continue
-        deviation = 0.0
+        change = 0.0
+        share = 0.0
         for kind in kinds:
             counts = answer.counts[kind]
+            total = sums[kind].num_rounds
             excess = counts.num_accepted - rates[kind] * counts.num_rounds
-            deviation += weights[kind] * excess / sums[kind].num_rounds
-        deviations.append(deviation)
+            change += weights[kind] * excess / (total - counts.num_rounds)
+            share += weights[kind] * counts.num_rounds / total
+        changes.append(change)
+        shares.append(share)
 
-    num_answers = len(deviations)
-    if num_answers < FEWEST_ANSWERS:
+    num_effective = num_of_equal_length(shares)
+    if num_effective < FEWEST_ANSWERS:
         return None
     rate = sum(weights[kind] * rates[kind] for kind in weights)
-    sum_of_squares = sum(deviation**2 for deviation in deviations)
-    variance = sum_of_squares * num_answers / (num_answers - 1)
-    return _Estimate(rate, variance, num_answers)
+    num_answers = len(changes)
+    sum_of_squares = sum(change**2 for change in changes)
+    variance = sum_of_squares * (num_answers - 1) / num_answers
+    return _Estimate(rate, variance, num_effective)
 
 
 class DraftTrial(EngineObserver):
@@ -352,7 +405,7 @@ class DraftTrial(EngineObserver):
 
     def _look(self, previous: DraftRecord) -> None:
         """Compare the drafts if that is possible, and end the trial if this decides it."""
-        comparison = compare(self.current, previous)
+        comparison = compare(self.current, previous, level_of(self._num_looks + 1))
         if comparison is not None:
             self._num_looks += 1
             self._next_look = min(2 * self._num_rounds, MOST_ROUNDS)
