@@ -283,7 +283,7 @@ def test_a_writer_that_stalls_leaves_the_old_draft_until_it_goes_on(
         wait(lambda: live_label(address) == label)
 
 
-def test_a_worse_draft_is_swapped_back_and_its_content_is_not_tried_again(
+def test_a_worse_draft_is_swapped_back_and_its_content_is_tried_again_on_request_only(
     model: str,
     drafts: dict[str, Path],
     path: Path,
@@ -296,7 +296,7 @@ def test_a_worse_draft_is_swapped_back_and_its_content_is_not_tried_again(
     put(drafts["itself"], path)
     good = label_of(path)
     bad = label_of(drafts["random"])
-    with serving(model, path, max_batch_size=2) as (_, address):
+    with serving(model, path, max_batch_size=2) as (server, address):
         fields = {"max_tokens": 24, "temperature": 0.0}
         for number in range(9):
             complete(address, number, **fields)
@@ -315,7 +315,11 @@ def test_a_worse_draft_is_swapped_back_and_its_content_is_not_tried_again(
         wait(lambda: "it is not tried again" in caplog.text)
         assert live_label(address) == good
         assert num_swaps(address, "swapped") == 1
-        # Another content is.
+        # On request it is, as a good draft may be swapped back, too.
+        server.updates.request()
+        wait(lambda: live_label(address) == bad)
+        assert num_swaps(address, "swapped") == 2
+        # Another content always is.
         put(drafts["narrow"], path)
         wait(lambda: live_label(address) == label_of(drafts["narrow"]))
 

@@ -113,7 +113,7 @@ class DraftUpdates:
     - A changed file that does not change any more is loaded and checked, and its draft is swapped
       in. If it cannot be, one line says why, and the present draft goes on.
     - A new draft whose acceptance is proven lower than that of the one before it is swapped back,
-      see `DraftTrial`. The same content is not tried again.
+      see `DraftTrial`. The same content is tried again only on request.
 
     Args:
         engine: what the draft drafts for.
@@ -276,13 +276,16 @@ class DraftUpdates:
             if was_requested:
                 log.info("the draft %s stays: it is what %s holds", self._live.name, path)
             return False
-        if sha256 in self._swapped_back:
+        if sha256 in self._swapped_back and not was_requested:
             log.warning(
-                "%s holds the draft %s, which was swapped back before: it is not tried again",
+                "%s holds the draft %s, which was swapped back before: it is not tried again, "
+                "unless at SIGHUP",
                 path,
                 sha256[:LABEL_DIGITS],
             )
             return False
+        # Even a good draft is swapped back now and then, so a request tries it once more.
+        self._swapped_back.discard(sha256)
         return True
 
     def _refuse(self, path: Path, error: BaseException) -> None:

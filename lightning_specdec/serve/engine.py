@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_specdec.decoding.requests import (
 from lightning_specdec.decoding.windows import Outcome, Window
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.serve.memory import try_drafter
+from lightning_specdec.serve.memory import DrafterTrial
 from lightning_specdec.serve.prefix_cache import PrefixCache
 
 log = logging.getLogger(__name__)
@@ -139,6 +139,21 @@ class Replacement:
     done: Future[None] = field(default_factory=Future)
 
 
+@dataclass(frozen=True)
+class TriedDrafter:
+    """A replacement that has begun.
+
+    Args:
+        replacement: what drafts if it passes the trial.
+        config: of the engine with its window.
+        trial: its rounds alternate with those of the requests.
+    """
+
+    replacement: Replacement
+    config: DecodingConfig
+    trial: DrafterTrial
+
+
 class EngineObserver:
     """Told what the engine does, by its thread. Does nothing; metrics derive from it."""
 
@@ -240,7 +255,8 @@ class Engine:
         self._deadline: float | None = None
         self._replacement: Replacement | None = None
 
-        # Only the engine's thread uses the session and its rows.
+        # Only the engine's thread uses the session and its rows, and the drafter that is tried.
+        self._tried: TriedDrafter | None = None
         self._live: dict[Request, Generation] = {}
         self._cache = PrefixCache(cache_bytes)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -310,7 +326,7 @@ class Engine:
             self.observer.ended(generation, "cancelled")
 
     def replace_drafter(self, replacement: Replacement) -> None:
-        """Draft with another drafter from the next round on. Running requests go on.
+        """Try another drafter, and draft with it from then on. Running requests go on.
 
         A replacement that has not begun is given up for this one.
         """
@@ -348,6 +364,7 @@ class Engine:
             # Empty unless something failed that no round can recover from.
             self.begin_shutdown(0)
             self._give_up_replacement()
+            self._give_up_trial()
             self._refuse_waiting()
             self._fail_all(INTERNAL_ERROR)
 
@@ -369,36 +386,58 @@ class Engine:
     def _has_work(self) -> bool:
         """Whether something is to be done, or the end has come."""
         has_requests = bool(self._waiting or self._live)
-        return has_requests or self._replacement is not None or self._deadline is not None
+        has_drafter = self._replacement is not None or self._tried is not None
+        return has_requests or has_drafter or self._deadline is not None
 
     def _replace_drafter(self) -> None:
-        """Let the drafter that waits draft from the next round on, if one does and if it can."""
+        """Go one step towards another drafter, if one waits or is being tried.
+
+        Such a step takes about as long as a round, so that requests wait for no whole trial.
+        """
+        try:
+            if self._tried is None:
+                self._begin_trial()
+            elif self._tried.trial.step():
+                self._use(self._tried)
+        except Exception as error:  # whatever is wrong with it, the present drafter goes on
+            tried = self._tried
+            if tried is None:
+                raise
+            self._tried = None
+            tried.replacement.done.set_exception(error)
+
+    def _begin_trial(self) -> None:
+        """Begin to try the drafter that waits, if there is one."""
         with self._condition:
             replacement = self._replacement
             self._replacement = None
         if replacement is None or not replacement.done.set_running_or_notify_cancel():
             return
 
-        drafter = replacement.drafter
         config = self.config
         if replacement.num_draft_tokens is not None:
             config = config.changed(num_draft_tokens=replacement.num_draft_tokens)
         try:
-            self._check_context_of(drafter)
-            try_drafter(
+            self._check_context_of(replacement.drafter)
+            trial = DrafterTrial(
                 self.target,
-                drafter,
+                replacement.drafter,
                 config,
                 max_length=self.max_length,
                 max_batch_size=self.max_batch_size,
             )
-            self._session.replace_drafter(drafter, replacement.num_draft_tokens)
-        except Exception as error:  # whatever is wrong with it, the present drafter goes on
+        except Exception as error:  # as in `_replace_drafter`
             replacement.done.set_exception(error)
             return
+        self._tried = TriedDrafter(replacement, config, trial)
 
-        self.drafter = drafter
-        self.config = config
+    def _use(self, tried: TriedDrafter) -> None:
+        """Draft from the next round on with a drafter that has passed its trial."""
+        replacement = tried.replacement
+        self._session.replace_drafter(replacement.drafter, replacement.num_draft_tokens)
+        self._tried = None
+        self.drafter = replacement.drafter
+        self.config = tried.config
         # The states in the cache were saved with the previous drafter.
         self._cache = PrefixCache(self._cache.capacity)
         self.observer.replaced(replacement.name)
@@ -419,6 +458,14 @@ class Engine:
             self._replacement = None
         if replacement is not None:
             replacement.done.cancel()
+
+    def _give_up_trial(self) -> None:
+        """Refuse the drafter that is being tried, since the engine ends."""
+        tried = self._tried
+        self._tried = None
+        if tried is not None:
+            # What has begun cannot be cancelled any more.
+            tried.replacement.done.set_exception(CancelledError())
 
     def _refuse_waiting(self) -> None:
         """End what waits in the queue."""

@@ -41,37 +41,53 @@ def check_memory(
         )
 
 
-def try_drafter(
-    target: LanguageModel,
-    drafter: Drafter,
-    config: DecodingConfig,
-    *,
-    max_length: int,
-    max_batch_size: int,
-) -> None:
-    """Decode a few tokens with a drafter that is about to draft for a running server.
+class DrafterTrial:
+    """Decodes a few tokens with a drafter that is about to draft for a running server.
 
-    Raises:
-        ValueError: the states that a full batch needs of it do not fit the memory that is free.
-            Those of the drafter that it replaces are not free yet.
+    It has a session of its own, whose rounds the server runs between those of its requests.
     """
-    config = config.changed(eos=None, stop=())
-    # The trial must leave nothing in what the drafter remembers of requests.
-    session = Session(target, drafter.fresh(), config, max_length=max_length)
-    # Enough for the round that reads the prompt, for a whole draft, and for a draft after a draft.
-    num_new = 2 * session.window.largest + 3
-    row = session.add([0], max_new_tokens=max(1, min(num_new, max_length - 1)))
-    while row.live:
-        session.step()
 
-    target_state, draft_state = session.states
-    # The drafter's state may refer to that of the target.
-    row_bytes = state_bytes(target_state, draft_state) - state_bytes(target_state)
-    needed = int(GROWTH * max_batch_size * row_bytes)
-    device = str(target.device)
-    available = available_bytes(device)
-    if available is not None and needed > available:
-        raise ValueError(
-            f"its states for {max_batch_size} requests of {max_length} tokens need "
-            f"{gigabytes(needed)}, but {gigabytes(available)} are free on {device}"
-        )
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter,
+        config: DecodingConfig,
+        *,
+        max_length: int,
+        max_batch_size: int,
+    ) -> None:
+        config = config.changed(eos=None, stop=())
+        # The trial must leave nothing in what the drafter remembers of requests.
+        self._session = Session(target, drafter.fresh(), config, max_length=max_length)
+        self._max_length = max_length
+        self._max_batch_size = max_batch_size
+        # Enough for the round that reads the prompt, for a whole draft, and for a draft after a
+        # draft.
+        num_new = 2 * self._session.window.largest + 3
+        self._row = self._session.add([0], max_new_tokens=max(1, min(num_new, max_length - 1)))
+
+    def step(self) -> bool:
+        """Run one round. Returns whether it was the last one.
+
+        Raises:
+            ValueError: the states that a full batch needs of the drafter do not fit the memory that
+                is free. Those of the drafter that it replaces are not free yet.
+        """
+        self._session.step()
+        if self._row.live:
+            return False
+        self._check_memory()
+        return True
+
+    def _check_memory(self) -> None:
+        target_state, draft_state = self._session.states
+        # The drafter's state may refer to that of the target.
+        row_bytes = state_bytes(target_state, draft_state) - state_bytes(target_state)
+        needed = int(GROWTH * self._max_batch_size * row_bytes)
+        device = str(self._session.target.device)
+        available = available_bytes(device)
+        if available is not None and needed > available:
+            raise ValueError(
+                f"its states for {self._max_batch_size} requests of {self._max_length} tokens need "
+                f"{gigabytes(needed)}, but {gigabytes(available)} are free on {device}"
+            )
