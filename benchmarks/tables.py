@@ -16,6 +16,7 @@ from typing import Any
 
 import draft_comparison
 import engine_audit_power
+import engine_audits
 import kills
 import markdown_tables
 import peers_tables
@@ -239,6 +240,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers_ours": table_of(peers_tables.own_table, "peers"),
     "audits": table_of(record_tables.audits_table, "audits"),
     "draft_comparison": table_of(draft_comparison.table, "draft_comparison", "drafts"),
+    "engine_audits": table_of(engine_audits.table, "engine_audits"),
     "engine_audit_power": table_of(engine_audit_power.table, "engine_audit_power"),
     "engines": table_of(record_tables.engines_table, "engines"),
     "kills": table_of(kills.table, "kills"),
