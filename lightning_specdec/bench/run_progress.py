@@ -116,6 +116,6 @@ class RunProgress(Activity):
         seconds_left = self.seconds_left
         if seconds_left is None:
             seconds = time.monotonic() - self._start
-            return f"{self.text}: warming up for {self.total} runs, {seconds:.0f} s"
+            return f"{self.text}: 0 of {self.total} runs, {seconds:.0f} s"
         description = f"{self.text}: {self.num_done} of {self.total} runs"
         return f"{description}, about {seconds_left:.0f} s left"
