@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from cli_fixtures import refused, succeed
-from tiny_models import write_text_model
+from multimodal import write_multimodal
+from tiny_models import CHAT, write, write_text_model
+from tiny_tokenizers import byte_level
 
 from lightning_specdec.decoder import SpeculativeDecoder
 
@@ -96,3 +98,51 @@ def test_what_fits_only_with_scaled_positions_is_left_to_the_model(home: Path) -
     limit = json.loads((home / "scaled" / "config.json").read_text())["max_position_embeddings"]
     command = ("decode", "--target", "scaled", "--prompt", "the cat", "--repeats", "0")
     succeed(*command, "--max_new_tokens", str(limit + 1), "--mode", "standard")
+
+
+def test_a_chat_ends_its_answers_where_the_context_does(tmp_path: Path) -> None:
+    """A chat may request more new tokens than fit, as it does for short contexts by default."""
+    tokenizer = byte_level(chat_template=CHAT)
+    target = write(tmp_path / "target", "llama", tokenizer=tokenizer, max_position_embeddings=64)
+    assert succeed("chat", target, stdin="the cat\n").out.strip()
+
+
+def test_entries_beside_the_part_for_texts_refuse_nothing(tmp_path: Path) -> None:
+    target = Path(write_multimodal(tmp_path / "target", "llava", CHAT))
+    path = target / "config.json"
+    config = json.loads(path.read_text())
+    num_tokens = config["text_config"]["vocab_size"]
+    config |= {"vocab_size": 10, "max_position_embeddings": 4, "num_hidden_layers": 1}
+    path.write_text(json.dumps(config))
+    words = ["decode", "--target", str(target), "--prompt", "the cat", "--repeats", "0"]
+    words += ["--max_new_tokens", "8", "--eos", str(num_tokens - 1)]
+    succeed(*words, "--drafter", "EarlyExitDrafter", "--drafter.exit_layer", "2")
+    refused(*words, "--eos", str(num_tokens), message=f"eos must be from 0 to {num_tokens - 1}")
+
+
+def test_settings_of_other_drafters_may_have_the_names_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_lookup.py").write_text(
+        """
+from dataclasses import dataclass
+
+from lightning_specdec.config.settings import setting
+from lightning_specdec.drafters import NGramDrafter
+from lightning_specdec.drafters.ngram import NGramSettings
+
+
+@dataclass(frozen=True)
+class MySettings(NGramSettings):
+    corpus: str = setting("books", "name of a corpus")
+    exit_layer: int = setting(0, "any number")
+
+
+class MyLookup(NGramDrafter):
+    Settings = MySettings
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["decode", "--target", "target", "--prompt", "the cat", "--repeats", "0"]
+    words += ["--max_new_tokens", "8", "--drafter", "my_lookup.MyLookup"]
+    succeed(*words, "--drafter.corpus", "news", "--drafter.exit_layer", "99")

@@ -80,7 +80,7 @@ def run(options: Namespace) -> int:
     directory = target_directory(source)
     if directory is not None and not has_chat_template(directory):
         raise ValueError(_no_template(source))
-    decoder = load_decoder(options, source)
+    decoder = load_decoder(options, source, shortens_answers=True)
     # Imported here because torch takes a second.
     from lightning_specdec.text.tokenizer import TextTokenizer
 

@@ -157,15 +157,17 @@ def load_decoder(
     source: PairSource,
     *,
     mapped: bool = True,
+    shortens_answers: bool = False,
 ) -> SpeculativeDecoder:
     """Load the target and its drafter, and set the number of CPU threads.
 
     Args:
         mapped: as of `SpeculativeDecoder.load`.
+        shortens_answers: as of `check_before_loading`.
     """
     if source.drafter is not None:
         source = source.changed(drafter=typed(source.drafter, "drafter"))
-    check_before_loading(options, source)
+    check_before_loading(options, source, shortens_answers=shortens_answers)
     # Imported here because torch takes a second.
     from lightning_specdec.checkpoints import runs
     from lightning_specdec.decoder import SpeculativeDecoder

@@ -23,20 +23,30 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat
 """Files beside a tokenizer that hold a chat template."""
 
 
-def check_before_loading(options: Namespace, source: PairSource) -> None:
+def check_before_loading(
+    options: Namespace,
+    source: PairSource,
+    *,
+    shortens_answers: bool = False,
+) -> None:
     """Check the flags of a verb against the files of the models that they name.
 
     Args:
         options: the flags that were given.
         source: the models that they name, with the typed settings of the drafter.
+        shortens_answers: whether the verb ends an answer where the target's context does, so that
+            more new tokens may be requested.
 
     Raises:
         ValueError: a setting does not fit the target, or the drafter does not fit its draft file.
     """
     directory = target_directory(source)
-    values = {} if directory is None else _json_of(directory / "config.json")
-    _check_tokens(options, values)
-    if source.drafter is not None:
+    values = {} if directory is None else _text_config(directory)
+    if not shortens_answers:
+        _check_new_tokens(options, values)
+    _check_eos(options, values)
+    # What the settings of a user's own drafter mean is not known here.
+    if source.drafter is not None and source.drafter.name in DRAFTERS:
         _check_drafter(source.drafter, values)
     if source.draft is not None and source.ckpt is None:
         _check_draft_file(Path(source.draft).expanduser(), source.drafter)
@@ -73,8 +83,18 @@ def _json_of(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _check_tokens(options: Namespace, values: Mapping[str, Any]) -> None:
-    """Check numbers of tokens, and tokens, against the target's context and vocabulary."""
+def _text_config(directory: Path) -> dict[str, Any]:
+    """The config of a model, or its part for texts if the model also reads images.
+
+    Entries beside that part may contradict it, and have no effect on texts.
+    """
+    values = _json_of(directory / "config.json")
+    text_values = values.get("text_config")
+    return text_values if isinstance(text_values, dict) else values
+
+
+def _check_new_tokens(options: Namespace, values: Mapping[str, Any]) -> None:
+    """Check the number of new tokens against the target's context."""
     limit = _context(values)
     num_new_tokens = getattr(options, "max_new_tokens", None)
     # The prompt has at least a token, and no model reads the last new one.
@@ -82,6 +102,10 @@ def _check_tokens(options: Namespace, values: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{num_new_tokens} new tokens do not fit the target's context of {limit}: ask for fewer"
         )
+
+
+def _check_eos(options: Namespace, values: Mapping[str, Any]) -> None:
+    """Check the tokens that end a text against the target's vocabulary."""
     vocab_size = values.get("vocab_size")
     if isinstance(vocab_size, int):
         for token in getattr(options, "eos", None) or ():
