@@ -24,6 +24,7 @@ from cli_fixtures import Bomb, call, succeed
 from families import tiny
 from lightning.pytorch import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
 from tensorboard.summary.writer.record_writer import RecordWriter
 from training_fixtures import (
     CONFIGS,
@@ -42,6 +43,7 @@ from lightning_specdec.data import ArithmeticProgressions, PromptSource, Quadrat
 from lightning_specdec.models import RNN
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.training import PairTraining, SafeCheckpointIO, SpeculativeTraining
+from lightning_specdec.training.callbacks import TensorBoardCurves
 from lightning_specdec.training.cli import CliTrainer, run
 from lightning_specdec.training.optimizers import TimeLimit, time_left
 
@@ -102,6 +104,22 @@ def test_each_chart_says_what_it_shows(events: EventAccumulator) -> None:
     )
     assert "training data" in shown_descriptions["train/draft_loss"]
     assert "`draft`" in shown_descriptions["train/draft_loss"]
+    for tag in shown_descriptions:
+        # Without a class, TensorBoard's data server shows an empty description.
+        assert events.SummaryMetadata(tag).data_class == DATA_CLASS_SCALAR
+
+
+def test_several_curves_of_one_chart_are_logged_together(tmp_path: Path) -> None:
+    logger = TensorBoardCurves(str(tmp_path))
+    metrics: dict[str, Any] = {"val/loss": 2.0, "losses": {"target": 1.0, "draft": 3.0}}
+    logger.log_metrics(metrics, 1)
+    logger.finalize("success")
+    logged = {}
+    for directory in (logger.log_dir, f"{logger.log_dir}/losses_target"):
+        accumulator = EventAccumulator(directory).Reload()
+        for tag in accumulator.Tags()["scalars"]:
+            logged[tag] = accumulator.Scalars(tag)[0].value
+    assert logged == {"val/loss": 2.0, "losses": 1.0}
 
 
 def test_checkpoints_are_enough_by_themselves_and_say_how_they_were_made(

@@ -60,8 +60,9 @@ class TensorBoardCurves(TensorBoardLogger):
         renamed = dict(metrics)
         if "epoch" in renamed:
             renamed["train/epoch"] = renamed.pop("epoch")
-        for tag in list(renamed):
-            if tag not in self._described:
+        for tag, value in list(renamed.items()):
+            # A mapping becomes several curves in one chart, which takes no description.
+            if tag not in self._described and not isinstance(value, Mapping):
                 self._log_described(tag, float(renamed.pop(tag)), step)
         super().log_metrics(renamed, step)
         if not self._has_layout:
@@ -75,10 +76,13 @@ class TensorBoardCurves(TensorBoardLogger):
     @rank_zero_only
     def _log_described(self, tag: str, value: float, step: int | None) -> None:
         """Log the first value of a chart with its description, which TensorBoard takes from it."""
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary
+        from tensorboard.plugins.scalar.metadata import create_summary_metadata
 
         self._described.add(tag)
-        metadata = SummaryMetadata(summary_description=describe_chart(tag))
+        # TensorBoard's data server drops the description of a value that states no class.
+        metadata = create_summary_metadata(display_name="", description=describe_chart(tag))
+        metadata.data_class = DATA_CLASS_SCALAR
         described_value = Summary.Value(tag=tag, simple_value=value, metadata=metadata)
         writer = self.experiment._get_file_writer()
         writer.add_summary(Summary(value=[described_value]), step)
