@@ -136,6 +136,38 @@ def test_recordings_serve_every_token_and_every_later_session(
     assert counts[2] < 8
 
 
+def test_a_recorded_verdict_keeps_the_sampling_that_it_was_recorded_with() -> None:
+    """A later round of its session may draw the tokens of other rows in another way."""
+    target = recorded_model(cases.target("llama"))
+    drafter = recorded_drafter(cases.drafter("near", "llama"))
+    options: dict[str, Any] = {"sampling": SAMPLINGS["hot"], "seed": 3, "max_length": 60}
+
+    def decode_rows_of_two_kinds() -> None:
+        session = Session(target, drafter, batch_size=2, **options)
+        session.add([1, 2, 3], max_new_tokens=30)
+        session.step()
+        session.step()
+        session.add([4, 5], max_new_tokens=4, temperature=0.0)
+        session.step()
+
+    # Its memory, and what was recorded over it, is that of the next session.
+    decode_rows_of_two_kinds()
+
+    expected = speculative_decode(
+        cases.target("llama"),
+        cases.drafter("near", "llama"),
+        [[1, 2, 3]],
+        max_new_tokens=12,
+        sampling=SAMPLINGS["hot"],
+        seed=3,
+    )
+    later = Session(target, drafter, batch_size=2, **options)
+    row = later.add([1, 2, 3], max_new_tokens=12)
+    while later.live:
+        later.step()
+    assert row.text[row.prompt_length :] == expected.rows[0].tokens
+
+
 @pytest.mark.parametrize("name", ["near", "early_exit", "heads"])
 def test_a_next_turn_goes_on_over_recorded_calls(name: str) -> None:
     """The states lack several tokens of a resumed text, which no recorded call may take for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,8 +80,11 @@ class Verification:
             processed = self._process(rows, draft, logits)
             return self._outcome(draft, logits, processed, noise)
 
+        # A recorded call may run again when the attributes of this object are another round's.
+        as_recorded = copy(self)
+
         def call(logits: Tensor, noise: Tensor | None, *draft_tensors: Any) -> Outputs:
-            return (self._outcome(Draft(*draft_tensors), logits, logits, noise),)
+            return (as_recorded._outcome(Draft(*draft_tensors), logits, logits, noise),)
 
         # Equal rules of other sessions share what is recorded.
         rule_attributes = tuple(sorted(vars(self.rule).items()))
