@@ -121,16 +121,17 @@ def test_the_verdict_ends_with_the_time_of_the_run(
         return open_answer(case, number, repeat)
 
     monkeypatch.setattr(measure.Case, "_open", count)
-    callbacks: list[Callback] = [DecodeHeldOut(num_prompts=3, max_new_tokens=20), TimeLimit(1.0)]
+    callbacks: list[Callback] = [DecodeHeldOut(num_prompts=6, max_new_tokens=20), TimeLimit(1.0)]
     monkeypatch.setattr(TimeLimit, "began", time.monotonic() - 61)
     assert final_verdict(module, data(), callbacks).startswith(
         ("pays: ", "does not pay yet: ", "not proven to pay: ")
     )
-    assert set(num_opened) == {0}
+    # A piece of a few tokens, which may be the answers to several prompts.
+    assert max(num_opened) < 5
 
     monkeypatch.setattr(TimeLimit, "began", time.monotonic())
     final_verdict(module, data(), callbacks)
-    assert set(num_opened) == {0, 1, 2}
+    assert max(num_opened) == 5
 
 
 def test_after_its_batches_a_validation_is_not_said_to_have_no_time_left(

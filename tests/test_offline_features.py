@@ -252,3 +252,28 @@ def test_a_target_without_a_separate_output_head_is_read_online_in_a_run_of_any_
 
     with pytest.raises(ValueError, match="cannot be cached.*: give OnlineFeatures"):
         prepared(data, tmp_path, target)
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_run_that_reads_little_of_its_text_is_told_how_long_would_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_short: bool,
+) -> None:
+    data = sequences(tmp_path)
+    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    features = AutoFeatures(str(tmp_path / "cache"))
+    # To read the text takes 100 minutes, and the draft's steps as long again.
+    monkeypatch.setattr(AutoFeatures, "_time_reading", lambda *arguments: 6000.0)
+    minutes = 3.0 if is_short else 5.0
+    monkeypatch.setattr(
+        "lightning_specdec.training.offline_features.time_left", lambda trainer: 60 * minutes
+    )
+    features.prepare(frozen("llama"), data, LAYERS, ["train", "val"])
+    message = capsys.readouterr().err
+    advice = (
+        "this run will learn from about 1.5% of the text, which is too little for most drafts: "
+        "--minutes 4 would read 2% of it"
+    )
+    assert (advice in message) == is_short

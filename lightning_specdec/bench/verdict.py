@@ -97,7 +97,7 @@ def draft_verdict(comparison: Comparison) -> str:
     length = comparison.block_efficiency
     needed_length = comparison.needed_block_efficiency
     if length is not None and needed_length is not None:
-        sentence += f": acceptance length {length:.2f}, it needs {needed_length:.1f} here"
+        sentence += f": acceptance length {length:.2f}, it needs {needed_length:.2f} here"
     return sentence
 
 

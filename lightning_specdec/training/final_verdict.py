@@ -34,7 +34,8 @@ def final_verdict(
         module: the trained networks.
         data: has the held-out prompts.
         callbacks: of the run; a `DecodeHeldOut` decides how many prompts and tokens are decoded,
-            and a `TimeLimit` how long. At least a few tokens are decoded.
+            and a `TimeLimit` how long. At least a few tokens are decoded, and no more than follow
+            the prompts in the data: the networks have learned texts of this length.
 
     Raises:
         ValueError: the pair cannot decode these prompts.
@@ -43,15 +44,20 @@ def final_verdict(
     num_new_tokens = NUM_NEW_TOKENS
     start = time.monotonic()
     max_seconds = None
+    has_time_limit = False
     for callback in callbacks or ():
         if isinstance(callback, TimeLimit):
+            has_time_limit = True
             max_seconds = callback.seconds_left()
     for callback in callbacks or ():
         if isinstance(callback, DecodeHeldOut):
             num_prompts = callback.num_prompts
             num_new_tokens = callback.num_affordable_tokens(max_seconds)
 
-    prompts = data.first_rows("val", num_prompts).prompts()
+    rows = data.first_rows("val", num_prompts)
+    prompts = rows.prompts()
+    num_known_tokens = int((rows.lengths - rows.prompt_lengths).max())
+    num_new_tokens = min(num_new_tokens, max(1, num_known_tokens))
     decoder = SpeculativeDecoder(module.target, module.drafter)
     config = decoder.config(num_draft_tokens=module.num_draft_tokens, max_new_tokens=num_new_tokens)
     target, drafter = decoder.ready()
@@ -66,6 +72,8 @@ def final_verdict(
             f"; {acceptance_rate:.1%} of its tokens are accepted: was the training text written by "
             "this target? `lightning_specdec generate` lets it write some"
         )
+    if has_time_limit and comparison.verdict.kind != "faster":
+        verdict += "; to train it further, repeat with --ckpt_path last and more --minutes"
     return verdict
 
 

@@ -52,6 +52,9 @@ CACHE_VERSION = 6
 """Raise it when the content of the shards changes, so that older shards are not read."""
 SINGLE_READING_EPOCHS = 1.5
 """With fewer passes over the text than this, caching does not pay."""
+FEWEST_EPOCHS = 0.02
+"""Passes over the text below which a run of given minutes is told that it is short. A head for
+SmolLM2 that has read 4% of the shipped text gains (docs/train_a_draft.md)."""
 SAMPLE_SECONDS = 2.0
 """Time after which a sample of the text is large enough to show how fast the target reads."""
 
@@ -359,6 +362,12 @@ class AutoFeatures(OfflineFeatures):
             f"hidden states are computed {choice}: the target needs {reading_minutes} to read the "
             f"text once, {reason}"
         )
+        if seconds_left is not None and num_epochs < FEWEST_EPOCHS:
+            needed_minutes = math.ceil(FEWEST_EPOCHS * 2 * reading_seconds / 60)
+            tell(
+                f"this run will learn from about {num_epochs:.1%} of the text, which is too little "
+                f"for most drafts: --minutes {needed_minutes} would read {FEWEST_EPOCHS:.0%} of it"
+            )
         return is_online
 
     def _time_reading(self, target: LanguageModel, data: TokenData, layers: Sequence[int]) -> float:
