@@ -26,6 +26,14 @@ def test_a_recipe_belongs_to_fit() -> None:
     refused("test", "--recipe", "eagle", message="--recipe is an option of fit --recipe NAME")
 
 
+def test_a_pair_belongs_to_the_verbs_that_decode() -> None:
+    message = "generate takes no --pair: name the pair's target by --model GenerateText --model.tar"
+    refused("generate", "--pair", "tiny", message=message)
+    refused("generate", "--config", "smollm2_generate.yaml", "--pair=tiny", message=message)
+    refused("fit", "--pair", "tiny", message="fit takes no --pair: give --config FILE, or --recipe")
+    refused("test", "--pair", "tiny", message="test takes no --pair: give --config FILE")
+
+
 def test_an_argument_that_is_missing_or_misspelled_is_named() -> None:
     config = str(ROOT / "configs" / "rnn.yaml")
     words = ("fit", "--config", config)
@@ -42,4 +50,12 @@ def test_a_misspelled_model_of_this_directory_is_suggested() -> None:
     Path("my_qwen3").mkdir()
     Path("my_qwen3/config.json").write_text("{}")
     refused("decode", "--target", "my_qwen", message="did you mean my_qwen3?")
+
+
+def test_a_suggested_path_has_its_directory() -> None:
+    Path("runs/story/version_0").mkdir(parents=True)
+    Path("runs/story/version_0/best.ckpt").touch()
+    for flag in ("--ckpt", "--draft"):
+        words = ("decode", "--target", "gpt2") if flag == "--draft" else ("decode",)
+        refused(*words, flag, "runs/stor", message="did you mean runs/story?")
     refused("decode", "--target", "gpt5", message="check the name and the network")

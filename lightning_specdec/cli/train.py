@@ -168,6 +168,8 @@ def _check(verb: str, words: list[str]) -> None:
     """Refuse a command that cannot be a run, before the slow import of Lightning."""
     options = _options(words)
     names = {name for name, _ in options}
+    if "--pair" in names:
+        raise ValueError(_pair_advice(verb))
     recipe_options = sorted(names & {"--adapter", "--target", "--text", "--minutes", "--recipe"})
     if recipe_options:
         raise ValueError(_recipe_advice(verb, recipe_options[0]))
@@ -185,6 +187,20 @@ def _check(verb: str, words: list[str]) -> None:
         if name == "--config" and is_yaml and not Path(value).exists():
             reason = f"{os.strerror(errno.ENOENT)}{nearest_config(value)}"
             raise FileNotFoundError(errno.ENOENT, reason, value)
+
+
+def _pair_advice(verb: str) -> str:
+    """What to type instead of --pair, which belongs to the verbs that decode."""
+    if verb == "generate":
+        alternative = (
+            "name the pair's target by --model GenerateText --model.target DIR --model.output DIR "
+            "--data PromptFiles --data.paths FILE"
+        )
+    elif verb == "fit":
+        alternative = "give --config FILE, or --recipe NAME --target DIR --text PATH"
+    else:
+        alternative = "give --config FILE"
+    return f"{verb} takes no --pair: {alternative}"
 
 
 def _recipe_advice(verb: str, option: str) -> str:

@@ -229,8 +229,8 @@ def is_run(path: Path) -> bool:
 
 def advice_on_path(path: Path) -> str:
     """The end of a message about a path that does not exist: a similar name, or what to do."""
-    names = [neighbor.name for neighbor in path.parent.glob("*")]
-    advice = nearest_path(path.name, names)
+    neighbors = [str(neighbor) for neighbor in path.parent.glob("*")]
+    advice = nearest_path(str(path), neighbors)
     if advice:
         return advice
     if path.parts[:1] == (CHECKPOINTS,):
