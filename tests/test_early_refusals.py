@@ -62,7 +62,11 @@ def _unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
             "decode --drafter SuffixCorpusDrafter --drafter.corpus nowhere",
             "corpus nowhere is no file or directory",
         ),
-        (f"decode --draft {ROOT}/checkpoints/medusa.safetensors", "holds its target itself"),
+        (
+            f"decode --draft {ROOT}/checkpoints/medusa.safetensors",
+            f"holds its target itself, and decodes with no other: use --ckpt {ROOT}/checkpoints/"
+            "medusa.safetensors without --target",
+        ),
         (
             f"decode --draft {ROOT}/checkpoints/smollm2_eagle.safetensors --drafter NGramDrafter",
             "the draft is a EagleDrafter already: drop --drafter NGramDrafter",

@@ -294,7 +294,10 @@ def _build_pair(
     document = content[KEY]
     reference = reference_of(content)
     if target is not None and reference is None:
-        raise ValueError("it holds its target itself, and decodes with no other: omit --target")
+        raise ValueError(
+            "it holds its target itself, and decodes with no other: use "
+            f"--ckpt {path} without --target"
+        )
 
     other_descriptions = document.get("others", {})
     main_name = document.get("name", MAIN)

@@ -157,8 +157,8 @@ def _check_draft_file(path: Path, choice: Choice | None) -> None:
         return
     if "source" not in target:
         raise ValueError(
-            f"{path} cannot be used: it holds its target itself, and decodes with no other: omit "
-            "--target"
+            f"{path} cannot be used: it holds its target itself, and decodes with no other: use "
+            f"--ckpt {path} without --target"
         )
     is_other_class = choice is not None and choice.name in DRAFTERS and choice.name != drafter_name
     if is_other_class and drafter_name in DRAFTERS:
