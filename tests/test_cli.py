@@ -198,6 +198,7 @@ def test_an_exported_checkpoint_decodes_the_same_and_holds_no_training(
     ckpt: str, tmp_path: Path
 ) -> None:
     exported = tmp_path / "new" / "small.ckpt"
+    exported.parent.mkdir()
     outcome = succeed("export", "--ckpt", ckpt, "--output", str(exported))
     assert outcome.out.startswith(str(exported))
     assert exported.stat().st_size < Path(ckpt).stat().st_size

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
-from cli_fixtures import refused
+from cli_fixtures import refused, succeed
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,6 +51,31 @@ def test_a_misspelled_model_of_this_directory_is_suggested() -> None:
     Path("my_qwen3").mkdir()
     Path("my_qwen3/config.json").write_text("{}")
     refused("decode", "--target", "my_qwen", message="did you mean my_qwen3?")
+
+
+def test_no_verb_makes_more_than_the_last_directory_of_its_output(tmp_path: Path) -> None:
+    missing = tmp_path / "nodir"
+    message = f"there is no directory {missing}: make it first"
+    checkpoint = str(ROOT / "checkpoints" / "rnn.safetensors")
+    output = ("--output", str(missing / "x"))
+    refused("export", checkpoint, *output, message=message)
+    of_engine = ("--format", "vllm", "--target", "target")
+    refused("export", "--draft", checkpoint, *of_engine, *output, message=message)
+    refused("report", "results", *output, message=message)
+    config = str(ROOT / "configs" / "bench" / "rnn.yaml")
+    refused("bench", "--config", config, *output, message=message)
+    assert not missing.exists()
+
+
+def test_an_export_of_a_directory_of_runs_names_the_checkpoint() -> None:
+    exported = str(ROOT / "checkpoints" / "rnn.safetensors")
+    for number in (0, 1):
+        directory = Path(f"runs/version_{number}")
+        directory.mkdir(parents=True)
+        shutil.copy(exported, directory / "best.ckpt")
+        outcome = succeed("export", "--ckpt", "runs", "--output", f"of_{number}.safetensors")
+        is_named = "exporting runs/version_1/best.ckpt, of 2 runs in runs\n" in outcome.err
+        assert is_named == (number == 1), outcome.err
 
 
 def test_a_suggested_path_has_its_directory() -> None:

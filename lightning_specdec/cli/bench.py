@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_specdec.cli.common import counted, log
 from lightning_specdec.cli.options import Parser, UsageError, chosen
 from lightning_specdec.config.activity import show_activity
+from lightning_specdec.config.files import check_parent
 from lightning_specdec.config.models import DEFAULT_DEVICE
 from lightning_specdec.config.pairs import nearest_config, shipped_config
 from lightning_specdec.config.settings import Settings, setting
@@ -59,6 +60,7 @@ def run(options: Namespace) -> int:
         raise UsageError(
             "--config is missing: give a YAML file, for example configs/bench/rnn.yaml"
         )
+    check_parent(Path(settings.output).expanduser())
     configs = _read_configs(settings)
 
     all_results: list[Results] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_specdec.cli.common import OWN_PROMPTS, counted, progress
+from lightning_specdec.cli.common import OWN_PROMPTS, counted, log, progress
 from lightning_specdec.cli.options import (
     Parser,
     UsageError,
@@ -16,8 +16,9 @@ from lightning_specdec.cli.options import (
     class_named,
     use_shipped_files,
 )
+from lightning_specdec.config.files import check_parent
 from lightning_specdec.config.hub import check_upload, upload
-from lightning_specdec.config.models import ENGINES, FILE_SUFFIXES, PairSource
+from lightning_specdec.config.models import ENGINES, FILE_SUFFIXES, PairSource, is_run
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.config.terminal import say
 
@@ -87,6 +88,7 @@ def run(options: Namespace) -> int:
         if settings.format is None:
             raise UsageError("--push_to_hub uploads what --format writes: give --format")
         check_upload(settings.push_to_hub)
+    check_parent(Path(settings.output).expanduser())
     if settings.format is None and settings.draft is None:
         _export_checkpoint(settings, options)
     else:
@@ -100,7 +102,8 @@ def _export_checkpoint(settings: ExportSettings, options: Namespace) -> None:
 
     assert settings.ckpt is not None
     output = _output_file(settings)
-    loaded = checkpoint.load(settings.ckpt, drafter=class_named(options))
+    path = _chosen_checkpoint(settings.ckpt)
+    loaded = checkpoint.load(path, drafter=class_named(options))
     checkpoint.save(
         output,
         loaded.reference or loaded.target,
@@ -111,6 +114,19 @@ def _export_checkpoint(settings: ExportSettings, options: Namespace) -> None:
         dtype=settings.dtype,
     )
     say(f"{output}: {output.stat().st_size:,} bytes")
+
+
+def _chosen_checkpoint(ckpt: str) -> Path:
+    """The checkpoint that a path selects; says which one it is if there are several runs."""
+    from lightning_specdec.checkpoints import runs
+
+    directory = Path(ckpt).expanduser()
+    path = runs.find(directory)
+    progress(f"loading {path} ...")
+    num_runs = len(runs.versions(directory))
+    if num_runs > 1:
+        log.info("exporting %s, of %d runs in %s", path, num_runs, directory)
+    return path
 
 
 def _output_file(settings: ExportSettings) -> Path:
@@ -150,12 +166,18 @@ def _export_draft(settings: ExportSettings, options: Namespace) -> None:
         _output_file(settings)  # before the models are loaded, which takes seconds
     from lightning_specdec.checkpoints import load_pair
 
+    ckpt = settings.ckpt
+    if ckpt is not None:
+        ckpt = str(_chosen_checkpoint(ckpt))
+    draft = settings.draft
+    if draft is not None and is_run(Path(draft).expanduser()):
+        draft = str(_chosen_checkpoint(draft))
     progress("loading the target and its draft ...")
     source = PairSource(
-        ckpt=settings.ckpt,
+        ckpt=ckpt,
         target=settings.target,
         adapter=settings.adapter,
-        draft=settings.draft,
+        draft=draft,
         drafter=getattr(options, "drafter", None),
     )
     loaded = load_pair(source, pack=False)

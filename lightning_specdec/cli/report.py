@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from lightning_specdec.cli.options import Parser
+from lightning_specdec.config.files import check_parent
 from lightning_specdec.config.terminal import say
 
 SUMMARY = "write the results of a benchmark as one page: the answer, tables and figures"
@@ -27,6 +28,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Write the report, and print the answer."""
+    if options.output is not None:
+        check_parent(Path(options.output).expanduser())
     # Imported here because matplotlib and torch take seconds.
     from lightning_specdec.bench.results import read
     from lightning_specdec.report.report import Report, write

@@ -24,6 +24,18 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def check_parent(output: Path) -> None:
+    """Refuse a path to write to if the directory that would contain it does not exist.
+
+    Directories that a user names may be misspelled, so only the last one of a path is made.
+
+    Raises:
+        ValueError: there is no such directory.
+    """
+    if not output.parent.exists():
+        raise ValueError(f"there is no directory {output.parent}: make it first")
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file that replaces `path` in one step, or is removed if writing fails.
