@@ -6,6 +6,7 @@ import io
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import tiny_models
 from cli_fixtures import call, here, refused, succeed
 from text_model import model
 
-from lightning_specdec.cli.chat import Talk
+from lightning_specdec.cli.chat import COMMANDS, Talk
+from lightning_specdec.config import activity
 from lightning_specdec.config.terminal import visible
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding.session import Conversation
@@ -106,6 +108,30 @@ def test_commands_begin_a_new_chat_and_leave(
     outcome = call(*command, stdin="\n".join(lines))
     assert outcome.out == printed([*answers, *answers])
     assert outcome.err.count(" tokens/s") == 4
+
+
+class Terminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_loading_is_over_when_the_greeting_is_printed(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_check(*arguments: object) -> None:
+        time.sleep(0.2)
+
+    monkeypatch.setattr(SpeculativeDecoder, "check_template", slow_check)
+    monkeypatch.setattr(activity, "REDRAW_SECONDS", 0.01)
+    monkeypatch.setattr(io, "StringIO", Terminal)
+    outcome = call("chat", "--target", model, stdin="/quit\n")
+    assert outcome.code == 0
+    before, greeting, after = outcome.err.partition(COMMANDS)
+    assert greeting
+    assert f"\r\x1b[Kloading {model}, 0 s" in before
+    assert "loading" not in after
 
 
 class Impatient(io.StringIO):

@@ -51,6 +51,21 @@ def test_every_command_works(command: str) -> None:
     succeed(*shlex.split(command)[1:])
 
 
+def test_the_code_that_makes_a_drafter_decodes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = re.search(r"```python\n(from my_drafter .*?)```", TEXT, flags=re.DOTALL)
+    assert code is not None
+    values: dict[str, Any] = {}
+    exec(code[1], values)
+    decoder = values["decoder"]
+    assert type(decoder.drafter).__name__ == "BigramDrafter"
+    assert decoder.drafter.settings.length == 3
+    standard = decoder.decode_standard("import ", max_new_tokens=20)
+    assert capsys.readouterr().out == f"{standard.text}\n"
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -89,15 +89,16 @@ def run(options: Namespace) -> int:
         raise ValueError(_no_template(source))
     config = decoder.config(config, num_draft_tokens=decoder.window(config))
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    if interactive:
-        _note(f"{source.name} with {type(decoder.drafter).__name__}. {COMMANDS}")
-
     settings = chosen(options, ChatSettings)
     decoder.check_template(settings.chat_template_kwargs)
     chat = _Chat(decoder, tokenizer, config, settings, interactive=interactive)
     num_errors = 0
     chat.begin()
+
+    # Loading ends here, so that its line is not drawn below the greeting.
     show_activity("")
+    if interactive:
+        _note(f"{source.name} with {type(decoder.drafter).__name__}. {COMMANDS}")
     for line in _turns(interactive):
         if line in ("/quit", "/exit"):
             break
