@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
-from cli_fixtures import refused, succeed
+from cli_fixtures import call, refused, succeed
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,6 +77,50 @@ def test_an_export_of_a_directory_of_runs_names_the_checkpoint() -> None:
         outcome = succeed("export", "--ckpt", "runs", "--output", f"of_{number}.safetensors")
         is_named = "exporting runs/version_1/best.ckpt, of 2 runs in runs\n" in outcome.err
         assert is_named == (number == 1), outcome.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            f"fit --config {ROOT}/configs/rnn.yaml --ckpt_path nope.ckpt",
+            "nope.ckpt: no such checkpoint: check the path, or train one with",
+        ),
+        (
+            f"test --config {ROOT}/configs/rnn.yaml --ckpt_path=nope.ckpt",
+            "nope.ckpt: no such checkpoint: check the path, or train one with",
+        ),
+        (
+            "fit --recipe eagle --target target --text nofile.txt",
+            "nofile.txt does not exist: check the path",
+        ),
+        (
+            "fit --recipe eagle --target target --text target *.txt hub/name#text story.tx",
+            "story.tx does not exist: did you mean story.txt?",
+        ),
+    ],
+)
+def test_a_path_that_does_not_exist_is_refused_before_lightning_is_imported(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lightning_specdec.training", "lightning_specdec.training.draft_recipes"):
+        monkeypatch.setitem(sys.modules, name, None)
+    Path("target").mkdir()
+    if "story" in words:
+        Path("story.txt").write_text("once upon a time")
+    refused(*words.split(), message=message)
+
+
+@pytest.mark.parametrize("checkpoint", ["last", "best", "null", "target", "s3://bucket/x.ckpt"])
+def test_what_may_be_a_checkpoint_is_left_to_the_run(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lightning_specdec.training", None)
+    Path("target").mkdir()
+    config = str(ROOT / "configs" / "rnn.yaml")
+    # The run begins with this import.
+    outcome = call("fit", "--config", config, "--ckpt_path", checkpoint)
+    assert "ModuleNotFoundError: import of lightning_specdec.training halted" in outcome.err
 
 
 def test_a_suggested_path_has_its_directory() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_specdec.checkpoints import runs
 from lightning_specdec.config.checks import BUILTIN_ERRORS
 from lightning_specdec.config.files import replaced
-from lightning_specdec.config.models import advice_on_path
+from lightning_specdec.config.models import missing_checkpoint
 from lightning_specdec.config.terminal import short
 from lightning_specdec.models.safetensors_file import read_header
 
@@ -149,7 +149,7 @@ def read_any(path: str | os.PathLike[str], *, mapped: bool = True) -> Any:
     """
     path = runs.find(path)
     if not path.exists():
-        raise _missing(path)
+        raise missing_checkpoint(path)
     try:
         with path.open("rb") as file:
             is_archive = file.read(2) == b"PK"
@@ -164,13 +164,6 @@ def read_any(path: str | os.PathLike[str], *, mapped: bool = True) -> Any:
     except BROKEN as error:
         raise _damaged(path, error) from error
     return content
-
-
-def _missing(path: Path) -> FileNotFoundError:
-    advice = advice_on_path(path)
-    if advice == ": check the path":
-        advice = ": check the path, or train one with `lightning_specdec fit --config ...`"
-    return FileNotFoundError(f"{path}: no such checkpoint{advice}")
 
 
 def _damaged(path: Path, error: BaseException) -> ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import glob
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ import yaml
 
 from lightning_specdec.cli.options import join_template_variables
 from lightning_specdec.config.checks import require_number
+from lightning_specdec.config.models import advice_on_path, missing_checkpoint
 from lightning_specdec.config.pairs import nearest_config, shipped_config, shipped_directory
 from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import say
@@ -72,6 +74,8 @@ _OPTIONS = """\
 
 RECIPE_NAMES = ("eagle", "block", "medusa", "mtp", "exit", "layers", "pair")
 """Values of --recipe. Importing the recipes themselves takes seconds."""
+_NO_CHECKPOINT_FILES = ("", "last", "best", "null", "~")
+"""Values of --ckpt_path that are no paths: chosen by the run, or none in YAML."""
 _CONFIG_OPTIONS = ("--config", "--model", "--data", "--print_config")
 """Options without any of which a command describes no run."""
 
@@ -187,6 +191,18 @@ def _check(verb: str, words: list[str]) -> None:
         if name == "--config" and is_yaml and not Path(value).exists():
             reason = f"{os.strerror(errno.ENOENT)}{nearest_config(value)}"
             raise FileNotFoundError(errno.ENOENT, reason, value)
+    # The verb generate has no such option, and a printed config is no run.
+    if verb != "generate" and "--print_config" not in names:
+        _check_checkpoint(dict(options).get("--ckpt_path"))
+
+
+def _check_checkpoint(name: str | None) -> None:
+    """Refuse a checkpoint that does not exist; the run finds out about other mistakes."""
+    if name is None or name in _NO_CHECKPOINT_FILES or "://" in name:
+        return
+    path = Path(name)
+    if not path.exists():
+        raise missing_checkpoint(path)
 
 
 def _pair_advice(verb: str) -> str:
@@ -268,3 +284,13 @@ def _check_recipe(options: argparse.Namespace) -> None:
             f"{options.target}: no such model directory; --target takes one that `save_pretrained` "
             "wrote"
         )
+    if options.text != ["shipped"]:
+        for path in options.text:
+            _check_text(path)
+
+
+def _check_text(source: str) -> None:
+    """Refuse a text that does not exist, unless it is a pattern or may be on the Hub."""
+    path = Path(source).expanduser()
+    if not path.exists() and not glob.has_magic(source) and "#" not in source:
+        raise FileNotFoundError(f"{source} does not exist{advice_on_path(path)}")

@@ -133,6 +133,8 @@ PRETRAINED_ONLY = (
     "trust_remote_code",
 )
 """Fields that do not apply to a checkpoint, which stores these properties."""
+_CHECK_PATH = ": check the path"
+"""The advice on a path that resembles no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,4 +244,12 @@ def advice_on_path(path: Path) -> str:
         if make_target is not None:
             advice += f", where `make {make_target}` writes this one"
         return advice
-    return ": check the path"
+    return _CHECK_PATH
+
+
+def missing_checkpoint(path: Path) -> FileNotFoundError:
+    """The error of a checkpoint that does not exist."""
+    advice = advice_on_path(path)
+    if advice == _CHECK_PATH:
+        advice = ": check the path, or train one with `lightning_specdec fit --config ...`"
+    return FileNotFoundError(f"{path}: no such checkpoint{advice}")
