@@ -83,7 +83,7 @@ test-engine-audits: dev checkpoints/smollm2/config.json
 		$(if $(wildcard $(PEERS)/llama/.server),$(LLAMA_AUDIT))
 
 test-families: dev
-	$(BIN)/python benchmarks/every_family.py --rows .families.jsonl
+	$(BIN)/python benchmarks/every_family.py --rows .families.jsonl --output docs/results/families.json
 
 test-oldest: | $(VENV)/bin/python
 	$(PYTHON) -m venv $(OLDEST)

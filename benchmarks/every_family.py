@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").re
 NUM_NEW = 40
 NUM_SAMPLED = 16
 SECONDS = 240
-"""Time limit of a family."""
+"""Time limit of a family, if nothing else runs."""
 TIE = 1e-4
 """Share of the largest logit within which two logits are equal but for rounding."""
 MANY_TOKENS = 12
@@ -77,6 +77,9 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help="all of them when none is named")
     parser.add_argument("--rows", type=Path, default=Path(".families.jsonl"))
     parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="time limit of a family; more if others run"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -87,7 +90,7 @@ def main() -> None:
     rows = read_rows(options.rows)
     for number, name in enumerate(names, 1):
         if name not in rows:
-            rows[name] = examine_apart(name)
+            rows[name] = examine_apart(name, options.seconds)
             with options.rows.open("a") as file:
                 file.write(json.dumps(rows[name]) + "\n")
         print(f"{number} of {len(names)}: {line(rows[name])}", flush=True)
@@ -116,16 +119,20 @@ def read_rows(path: Path) -> dict[str, Row]:
     return {row["family"]: row for row in rows}
 
 
-def examine_apart(name: str) -> Row:
-    """The row of a family, from a separate process, which may crash or hang."""
+def examine_apart(name: str, seconds: float) -> Row:
+    """The row of a family, from a separate process, which may crash or hang.
+
+    Args:
+        seconds: time limit.
+    """
     command = [sys.executable, __file__, "--one", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     try:
         process = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
+            command, capture_output=True, text=True, timeout=seconds, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"family": name, "outcome": "time limit", "reason": f"more than {SECONDS} s"}
+        return {"family": name, "outcome": "time limit", "reason": f"more than {seconds:g} s"}
     if process.returncode != 0:
         last_line = (process.stderr.strip().splitlines() or ["no output"])[-1]
         return {"family": name, "outcome": "crash", "reason": last_line}

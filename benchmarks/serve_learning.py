@@ -406,7 +406,7 @@ def table(record: dict[str, Any]) -> str:
     if speedup.ends is not None:
         low, high = speedup.ends
         text += f" [{low:.2f}, {high:.2f}]"
-    return f"{markdown_table(heads, lines)}\n{text}"
+    return f"{markdown_table(heads, lines)}\n\nBy seconds of requests, {text}."
 
 
 if __name__ == "__main__":
