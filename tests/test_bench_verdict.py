@@ -122,11 +122,12 @@ def test_nothing_is_chosen_from_rows_without_a_speedup(monkeypatch: pytest.Monke
         (Interval(2.26, 2.08, 2.45), False),
         (Interval(3.40, 2.63, 4.40), True),
         (Interval(5.0, 4.5, 5.5), True),
-        (Interval(1.7, math.nan, math.nan), True),
+        (Interval(1.7, math.nan, math.nan), False),
+        (Interval(3.8, math.nan, math.nan), True),
         (None, True),
     ],
 )
-def test_a_speedup_is_lower_only_if_its_interval_ends_before_the_other_begins(
+def test_a_speedup_may_be_as_high_if_its_interval_or_else_its_estimate_reaches_the_other(
     interval: Interval | None, expected: bool
 ) -> None:
     assert may_be_as_high(interval, Interval(4.04, 3.76, 4.33)) is expected

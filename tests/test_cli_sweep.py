@@ -43,6 +43,13 @@ def _in_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
 
 
+@pytest.fixture(autouse=True)
+def _ample_overtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give tiny models the time that they need, so that nothing depends on the machine's load."""
+    monkeypatch.setattr(sweep_module, "OVERTIME_SECONDS", 600.0)
+    monkeypatch.setattr(sweep_module, "FEWEST_WARM_UP_SECONDS", 600.0)
+
+
 @pytest.fixture
 def proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call the best way faster, whatever the short measurement says."""

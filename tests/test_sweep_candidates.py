@@ -356,7 +356,10 @@ def test_measuring_costs_must_fit_into_the_time_that_is_left(
 
 
 def test_warming_up_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece lasts a second on this clock, so two of four ways are warmed up."""
+    """Each piece lasts a second on this clock, standard decoding first.
+
+    A piece that would not end in time is not begun.
+    """
     now = 0.0
 
     def run_piece(entrant: Any, tape: Any, goal: int) -> None:
@@ -372,7 +375,8 @@ def test_warming_up_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) 
         Entrant(Way(Engine("torch", 1), Drafting("x"), window), case) for window in range(4)
     ]
     race = MeasuredRace(standard, entrants, piece_tokens=4)
-    assert len(race.warm_up(2.5)) == 2
+    assert len(race.warm_up(2.5)) == 1
+    assert len(race.warm_up(3.5)) == 2
     assert len(race.warm_up(0.0)) == 1
     assert len(race.warm_up()) == 4
 
@@ -393,7 +397,7 @@ def test_every_kind_that_is_tried_can_be_copied_as_a_command_and_as_python() -> 
         words = command(way, way_source, {"prompt": ["the cat"], "max_new_tokens": 6}, threads=1)
         succeed(*shlex.split(words)[1:], "--repeats", "0")
         namespace: dict[str, Any] = {}
-        exec(python_lines(way, way_source, threads=1), namespace)
+        exec(python_lines(way, way_source, threads=1, prompt="the"), namespace)
         assert namespace["decoder"].num_draft_tokens == 2
         assert namespace["decoder"].decode([1, 2, 3], max_new_tokens=4).tokens
 

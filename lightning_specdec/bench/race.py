@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -57,6 +57,7 @@ class MeasuredRace(Race):
         standard: standard decoding with the default engine.
         entrants: the ways.
         piece_tokens: new tokens of a turn.
+        watch: called before each piece, which may take seconds.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class MeasuredRace(Race):
         entrants: Sequence[Entrant],
         *,
         piece_tokens: int,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
+        self._watch = watch
         self.standard = standard
         self.entrants = {
             entrant.way.name: entrant for entrant in entrants if entrant is not standard
@@ -84,23 +87,30 @@ class MeasuredRace(Race):
         for entrant in self.entrants.values():
             entrant.races.append(self)
 
-    def warm_up(self, seconds: float = math.inf) -> list[str]:
+    def warm_up(self, seconds: float = math.inf, *, num_certain: int = 1) -> list[str]:
         """Run a piece of each way that does not count.
 
+        A piece is not begun if it would not end in time, lasting as long as the longest so far.
+
         Args:
-            seconds: how long that may take. One way is warmed up in any case.
+            seconds: how long that may take.
+            num_certain: ways that are warmed up in any case.
 
         Returns:
             The ways that are warmed up. A turn of them takes about as long.
         """
         deadline = time.monotonic() + seconds
+        longest_seconds = 0.0
         names: list[str] = []
         for name, entrant in {self.standard.way.name: self.standard, **self.entrants}.items():
-            if len(names) > 1 and time.monotonic() > deadline:
+            started = time.monotonic()
+            if len(names) > num_certain and started + longest_seconds > deadline:
                 break
+            self._watch()
             with self._failing(entrant):
                 _run_piece(entrant, entrant.case.tape(), self.piece_tokens)
                 names.append(name)
+            longest_seconds = max(longest_seconds, time.monotonic() - started)
         return names[1:]
 
     def run_turn(self, names: Sequence[str]) -> None:
@@ -115,6 +125,7 @@ class MeasuredRace(Race):
                 goal = self._goal
                 if entrant is self.standard:
                     goal += self._lead
+                self._watch()
                 with self._failing(entrant):
                     _run_piece(entrant, self.tapes[name], goal)
         self._num_turns += 1
@@ -142,6 +153,11 @@ class MeasuredRace(Race):
             if pair is not None:
                 pairs[turn] = pair
         return pairs
+
+    def all_pairs(self, name: str) -> Sequence[Pair]:
+        entrant = self.entrants.get(name)
+        # Standard decoding is in every race and belongs to none.
+        return list(self.pairs(name).values()) if entrant is None else entrant.pieces
 
     def same_tokens(self, name: str, other_name: str) -> bool:
         """Whether two ways generated the same tokens, as far as both have come."""

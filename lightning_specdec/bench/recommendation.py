@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +90,20 @@ def flag_words(name: str, value: Any) -> list[str]:
     return [f"--{name}", str(value)]
 
 
-def python_lines(way: Way, source: PairSource, *, threads: int | None) -> str:
+def python_lines(
+    way: Way,
+    source: PairSource,
+    *,
+    threads: int | None,
+    prompt: str | Sequence[int],
+) -> str:
     """The lines of Python that make the decoder of a way, imports included.
 
-    Arguments as of `command`.
+    A decoder always has a draft. Standard decoding is therefore a call of it.
+
+    Args:
+        prompt: what standard decoding continues, as text or tokens.
+        way, source, threads: as of `command`.
     """
     values: dict[str, Any] = {}
     for field_ in setting_fields(PairSource):
@@ -122,6 +132,9 @@ def python_lines(way: Way, source: PairSource, *, threads: int | None) -> str:
     if threads is not None:
         lines = ["import torch", *lines, f"torch.set_num_threads({threads})"]
     lines.append(f"decoder = SpeculativeDecoder.{constructor}({', '.join(arguments)})")
+    if way.num_draft_tokens is None:
+        shown_prompt = prompt if isinstance(prompt, str) else list(prompt)
+        lines.append(f"result = decoder.decode_standard({_quoted(shown_prompt)})")
     return "\n".join(lines)
 
 

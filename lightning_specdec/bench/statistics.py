@@ -172,8 +172,12 @@ def student(freedom: int, outside: float) -> float:
 
 
 def may_be_as_high(interval: Interval | None, other: Interval | None) -> bool:
-    """Whether two intervals do not prove that the first ratio is lower than the other one."""
+    """Whether a ratio may be as high as another one: its interval reaches that of the other.
+
+    Without an interval, its value must reach it.
+    """
     if interval is None or other is None:
         return True
-    # A comparison with NaN is false: without an interval, nothing is proven.
-    return not interval.high < other.low
+    upper_end = interval.value if math.isnan(interval.high) else interval.high
+    # A comparison with NaN is false: if the other one has no interval, nothing is proven.
+    return not upper_end < other.low

@@ -8,6 +8,7 @@ measured what their calls cost.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from lightning_specdec.bench.race import Entrant, MeasuredRace
 from lightning_specdec.bench.records import SPECULATIVE, STANDARD, Comparison
 from lightning_specdec.bench.scouts import Scout
 from lightning_specdec.bench.statistics import may_be_as_high
-from lightning_specdec.bench.tournament import FEWEST_TURNS, STANDARD_NAME, Tournament
+from lightning_specdec.bench.tournament import FEWEST_TURNS, Tournament
 from lightning_specdec.bench.verdict import Verdict, judge, level_among, ranked
 from lightning_specdec.bench.ways import (
     LOOKUP,
@@ -70,7 +71,9 @@ WARM_UP_SHARE = 0.5
 """Share of a contest's time after which no further way enters: a turn takes as long as warming up.
 """
 FEWEST_WARM_UP_SECONDS = 10.0
-"""Time for warming up that is taken in any case."""
+"""Time for warming up that a contest may take from those that follow, if it has a small share."""
+OVERTIME_SECONDS = 10.0
+"""Time after the end that the first contest may take, so that a sweep shows something."""
 MEASURING_STEPS = 130
 """Steps of standard decoding that last about as long as measuring what the calls of a draft cost.
 """
@@ -190,6 +193,8 @@ class Sweep:
         self._seconds = seconds
         self._step_seconds = 0.0
         self._step = ""
+        self._progress = Progress("", 0, seconds)
+        self._longest_load = 0.0
         self._standard: Entrant | None = None
 
     # Running
@@ -210,6 +215,12 @@ class Sweep:
     def seconds_left(self) -> float:
         """Seconds until the answer."""
         return max(0.0, self._deadline - time.monotonic())
+
+    @property
+    def _working_seconds_left(self) -> float:
+        """Seconds in which something may begin, overtime included if nothing was measured yet."""
+        overtime = 0.0 if self._contests else OVERTIME_SECONDS
+        return max(0.0, self._deadline + overtime - time.monotonic())
 
     def _choose_piece_size(self, standard: Case) -> None:
         """Make pieces of small models longer."""
@@ -253,6 +264,7 @@ class Sweep:
         for entrants in entrants_by_engine.values():
             all_entrants += entrants
         contest = self._contest(all_entrants, "comparing engines", self.seconds_left * ENGINE_SHARE)
+        assert contest is not None, "the first contest has overtime"
         left = list(entrants_by_engine)
         # A turn shows something in any case.
         while len(left) > 1 and contest.live and (contest.seconds_left or not contest.num_turns):
@@ -281,6 +293,8 @@ class Sweep:
         share = 1 - FINAL_SHARE if has_final else 1.0
         entrants = self._load(engines[0], kinds, fixed_windows or adaptive_windows)
         contest = self._contest(entrants, "comparing drafts", self.seconds_left * share)
+        if contest is None:
+            return
         contest.run(self._report)
         if contest.leader is None or not has_final or not self.seconds_left:
             return
@@ -289,7 +303,8 @@ class Sweep:
         num_drafted = sum(entrant.way.drafting is not None for entrant in finalists)
         if num_drafted > 1:
             final = self._contest(finalists, "the final", self.seconds_left)
-            final.run(self._report)
+            if final is not None:
+                final.run(self._report)
 
     def _load_finalists(self, contest: Tournament, engines: Sequence[Engine]) -> list[Entrant]:
         """The best drafts of a contest, on the best engines and with `auto`, for the final."""
@@ -360,6 +375,10 @@ class Sweep:
             return []
         seconds = max(0.0, self.seconds_left - end)
         contest = self._contest(entrants, "looking for drafts that may pay", seconds)
+        if contest is None:
+            return []
+        # What there was no time to warm up does not take part.
+        rivals = {name: rival for name, rival in rivals.items() if name in contest.names}
         return [scouts_by_name[name] for name in contest.qualify(rivals, self._report)]
 
     def _finalists(self, contest: Tournament) -> list[Way]:
@@ -373,32 +392,63 @@ class Sweep:
                 finalists.append(way)
         return finalists[:MOST_FINALISTS]
 
-    def _contest(self, entrants: Sequence[Entrant], step: str, seconds: float) -> Tournament:
-        """A tournament of these ways, which are warmed up."""
+    def _contest(self, entrants: Sequence[Entrant], step: str, seconds: float) -> Tournament | None:
+        """A tournament of these ways, which are warmed up.
+
+        None if there is no time to warm up any of them, and others were measured.
+        """
         assert self._standard is not None
         self._step = step
-        race = MeasuredRace(self._standard, entrants, piece_tokens=self._piece_tokens)
+        race = MeasuredRace(
+            self._standard, entrants, piece_tokens=self._piece_tokens, watch=self._repeat
+        )
         self._say(f"{step}: warming up")
         started = time.monotonic()
-        names = race.warm_up(max(WARM_UP_SHARE * seconds, FEWEST_WARM_UP_SECONDS))
+        names = self._warm_up(race, seconds)
         seconds_for_turns = max(0.0, seconds - (time.monotonic() - started))
         self.failed.update(race.failed)
         for name in race.entrants:
             if name not in names and name not in race.failed:
                 self.unavailable[self._shown_name(self._entrants[name].way)] = NO_TIME
+        if not names and self._contests:
+            return None
         if not names:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
             raise ValueError(f"nothing can be measured: {reasons}")
-        contest = Tournament(race, names, seconds=seconds_for_turns)
+        contest = Tournament(race, names, seconds=seconds_for_turns, clock=time.monotonic)
         self._contests.append(contest)
         return contest
+
+    def _warm_up(self, race: MeasuredRace, seconds: float) -> list[str]:
+        """Warm up the ways for which there is time, and for a turn, which takes as long.
+
+        One way is warmed up in any case if nothing was measured yet.
+        """
+        left = self._working_seconds_left
+        least_seconds = min(FEWEST_WARM_UP_SECONDS, WARM_UP_SHARE * left)
+        warm_up_seconds = max(WARM_UP_SHARE * seconds, least_seconds)
+        if not self._contests:
+            return race.warm_up(warm_up_seconds)
+        # Standard decoding and one way warm up, and take a turn.
+        needed_seconds = 4 * self._step_seconds * self._piece_tokens / self._batch_size
+        if left <= needed_seconds:
+            return []
+        return race.warm_up(warm_up_seconds, num_certain=0)
 
     def _shown_name(self, way: Way) -> str:
         """A way in a few words, with its engine if there are several."""
         return way.draft_name if len(self.engines) == 1 else way.name
 
     def _say(self, step: str) -> None:
-        self._watch(Progress(step, len(self._entrants), self.seconds_left))
+        self._tell(Progress(step, len(self._entrants), self.seconds_left))
+
+    def _tell(self, progress: Progress) -> None:
+        self._progress = progress
+        self._watch(progress)
+
+    def _repeat(self) -> None:
+        """Tell what is being done again, with the time that is left now."""
+        self._watch(replace(self._progress, seconds_left=self.seconds_left))
 
     def _report(self) -> None:
         contest = self._contests[-1]
@@ -408,7 +458,7 @@ class Sweep:
         if leader is not None:
             name = self._shown_name(self._entrants[leader].way)
             text = f"{name}: {contest.verdict(leader).text}"
-        self._watch(Progress(self._step, len(contest.live), self.seconds_left, text))
+        self._tell(Progress(self._step, len(contest.live), self.seconds_left, text))
 
     # Loading
 
@@ -433,8 +483,13 @@ class Sweep:
             except FAILURES as error:
                 self.unavailable[engine.name] = one_line(error)
                 return []
-            drafted = []
+            drafted: list[Entrant] = []
             for kind in kinds:
+                is_loaded = (engine, kind.name) in self._drafters
+                has_time = self._working_seconds_left > self._longest_load
+                if drafted and not is_loaded and not has_time:
+                    self.unavailable[self._name_of_draft(kind, engine)] = NO_TIME
+                    continue
                 try:
                     drafted += self._drafted_entrants(standard, kind, windows)
                 except FAILURES as error:
@@ -514,10 +569,12 @@ class Sweep:
         key = (engine, kind.name)
         if key not in self._drafters:
             self._say(f"loading {kind.name}")
+            started = time.monotonic()
             decoder = self._decoder(engine)
             source = Way(engine, kind).source(self.source)
             drafter = load_pair(source, target=decoder.target).drafter
             _, self._drafters[key] = decoder.with_drafter(drafter).ready()
+            self._longest_load = max(self._longest_load, time.monotonic() - started)
         return self._drafters[key]
 
     def _decoder(self, engine: Engine) -> SpeculativeDecoder:
@@ -558,22 +615,25 @@ class Sweep:
             if entrant is not self._standard and entrant.pieces
         ]
         comparisons = {entrant.way: self._comparison(entrant) for entrant in measured}
-        winner, contest = self._winner(comparisons)
-        if winner is None or contest is None:
+        winner = self._winner(comparisons)
+        if winner is None:
             return Standing(
                 None, judge(None, 0), comparisons=tuple(comparisons.values()), failed=self.failed
             )
 
         best = comparisons[winner]
         verdict = judge(best.walltime_speedup, best.num_pairs, level=best.level)
-        equals = tuple(self._equals(winner, contest, comparisons))
+        equals = tuple(self._equals(winner, comparisons))
         remarks = {}
         for way, comparison in comparisons.items():
             remark = self._what_became_of(way)
-            if verdict.kind == "faster" and way == winner:
-                remark = "<- best"
-            elif verdict.kind == "faster" and way in equals:
-                remark = "<- may be as fast"
+            if verdict.kind == "faster":
+                if way == winner:
+                    remark = "<- best"
+                elif way in equals:
+                    remark = "<- may be as fast"
+                elif not remark:
+                    remark = _why_not_the_best(comparison)
             remarks[comparison.case.cell] = remark
         return Standing(winner, verdict, equals, tuple(comparisons.values()), remarks, self.failed)
 
@@ -582,52 +642,55 @@ class Sweep:
         for contest in self._contests:
             rival = contest.slower.get(way.name)
             if rival is not None:
-                shown_rival = STANDARD_NAME if rival == STANDARD_NAME else "another one"
-                return f"dropped: slower than {shown_rival}"
-        if any(way.name in contest.set_aside for contest in self._contests):
+                if rival in self._entrants:
+                    rival = self._shown_name(self._entrants[rival].way)
+                return f"dropped: slower than {rival}"
+        newest_contest = self._contests[-1]
+        if way.name not in newest_contest.names or way.name in newest_contest.set_aside:
             return "measured no further"
         return ""
 
-    def _winner(
-        self, comparisons: Mapping[Way, Comparison]
-    ) -> tuple[Way | None, Tournament | None]:
-        """The winner of the newest contest that has one, and that contest.
+    def _winner(self, comparisons: Mapping[Way, Comparison]) -> Way | None:
+        """The way that the pieces of all contests favor, of those that no other way beat."""
+        right_ways = [way for way, row in comparisons.items() if self._is_right(row)]
+        if not right_ways:
+            return None
+        right_names = {way.name for way in right_ways}
+        unbeaten = [way for way in right_ways if not self._rivals_that_beat(way) & right_names]
+        # Two ways may each have beaten the other in another contest.
+        candidates = unbeaten or right_ways
+        best_row = ranked([comparisons[way] for way in candidates])[0]
+        return next(way for way in candidates if comparisons[way] is best_row)
 
-        Of the leader and those that may be as fast in that contest, it is the one that the pieces
-        of all contests favor. If all of their tokens are wrong, it is another way of the contest.
-        """
-        for contest in reversed(self._contests):
-            leader = contest.leader
-            if leader is None:
-                continue
-            names = [leader, *contest.equals(leader)]
-            for candidates in (names, list(contest.slower)):
-                rows = [comparisons.get(self._entrants[name].way) for name in candidates]
-                right_rows = [row for row in rows if row is not None and self._is_right(row)]
-                if right_rows:
-                    best_row = ranked(right_rows)[0]
-                    ways = [way for way, row in comparisons.items() if row is best_row]
-                    return ways[0], contest
-        return None, None
+    def _rivals_that_beat(self, way: Way) -> set[str]:
+        """The names of what a way was dropped for."""
+        return {
+            contest.slower[way.name] for contest in self._contests if way.name in contest.slower
+        }
 
-    def _equals(
-        self,
-        winner: Way,
-        contest: Tournament,
-        comparisons: Mapping[Way, Comparison],
-    ) -> Iterator[Way]:
-        """The other ways that may be as fast as the winner.
+    def _equals(self, winner: Way, comparisons: Mapping[Way, Comparison]) -> Iterator[Way]:
+        """The other ways that may be as fast as the winner, the fastest first.
 
-        The last contest may have few pieces of a way, so the pieces of all contests count too.
+        What was dropped is not among them, nor what is proven slower in the turns of both.
         """
         winner_speedup = comparisons[winner].walltime_speedup
-        for name in contest.equals(winner.name):
-            way = self._entrants[name].way
-            comparison = comparisons.get(way)
-            if comparison is None or not self._is_right(comparison):
+        ways_by_row = {id(comparison): way for way, comparison in comparisons.items()}
+        for comparison in ranked(list(comparisons.values())):
+            way = ways_by_row[id(comparison)]
+            if way == winner or not self._is_right(comparison) or self._is_beaten(way, winner):
                 continue
             if may_be_as_high(comparison.walltime_speedup, winner_speedup):
                 yield way
+
+    def _is_beaten(self, way: Way, winner: Way) -> bool:
+        """Whether a way was dropped, or is proven slower than the winner in some contest."""
+        if self._rivals_that_beat(way):
+            return True
+        for contest in self._contests:
+            has_both = way.name in contest.names and winner.name in contest.names
+            if has_both and contest.is_slower(way.name, winner.name):
+                return True
+        return False
 
     def _is_right(self, comparison: Comparison | None) -> bool:
         """Whether a way was measured and its tokens are standard decoding's, up to rounding."""
@@ -692,6 +755,14 @@ class Sweep:
             if standard_name in race.tapes:
                 checks.append(race.same_tokens(entrant.way.name, standard_name))
         return all(checks) if checks else None
+
+
+def _why_not_the_best(comparison: Comparison) -> str:
+    """What a way lacks that was measured to the end, and cannot be as fast as the winner."""
+    speedup = comparison.walltime_speedup
+    if speedup is None or math.isnan(speedup.high):
+        return "too few turns to tell"
+    return "slower than the best"
 
 
 def _unused_layers(target: LanguageModel) -> dict[str, str]:

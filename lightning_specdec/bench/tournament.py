@@ -56,6 +56,10 @@ class Race(ABC):
     def pairs(self, name: str) -> Mapping[int, Pair]:
         """By turn, seconds of standard decoding and of a candidate for the same tokens."""
 
+    def all_pairs(self, name: str) -> Sequence[Pair]:
+        """The pairs of a candidate in the order measured, with those of earlier races, if any."""
+        return list(self.pairs(name).values())
+
 
 class Tournament:
     """Finds the fastest of several candidates in a given time.
@@ -196,7 +200,7 @@ class Tournament:
 
     def speedup(self, name: str, level: float = LEVEL) -> Interval | None:
         """Seconds of standard decoding / seconds of a candidate; None before its first piece."""
-        pairs = list(self.race.pairs(name).values())
+        pairs = self.race.all_pairs(name)
         if not pairs:
             return None
         return piece_interval(pairs, level=level)
@@ -204,7 +208,7 @@ class Tournament:
     def verdict(self, name: str) -> Verdict:
         """Whether a candidate is faster than standard decoding, as one of several candidates."""
         level = level_among(len(self.names))
-        return judge(self.speedup(name, level), len(self.race.pairs(name)), level=level)
+        return judge(self.speedup(name, level), len(self.race.all_pairs(name)), level=level)
 
     def is_slower(self, name: str, other: str, level: float = LEVEL) -> bool:
         """Whether a candidate is proven slower than another one in the turns of both."""
@@ -231,7 +235,8 @@ class Tournament:
         """The other candidates that may be as fast, the fastest first.
 
         Their intervals reach that of the candidate, and so does the interval of the comparison in
-        the turns of both, which are few for those that were set aside.
+        the turns of both, which are few for those that were set aside. Without an interval, the
+        estimate must reach it.
         """
         lower_end = self._lower_end(name)
         others = []
@@ -247,14 +252,24 @@ class Tournament:
         speedup = self.speedup(name)
         if speedup is None:
             return -math.inf
-        # A single piece has no interval.
+        # A single piece has no interval, and must not lead before one that has.
         return speedup.value / 10 if math.isnan(speedup.low) else speedup.low
 
     def _upper_end(self, name: str) -> float:
         speedup = self.speedup(name)
         if speedup is None:
             return -math.inf
-        return math.inf if math.isnan(speedup.high) else speedup.high
+        # A single piece has no interval, and proves no more than its value.
+        return speedup.value if math.isnan(speedup.high) else speedup.high
+
+    def _promise(self, name: str) -> tuple[bool, float]:
+        """What a candidate is kept for: a proven gain first, then the upper end."""
+        is_proven = self._lower_end(name) > 1 and self._has_interval(name)
+        return is_proven, self._upper_end(name)
+
+    def _has_interval(self, name: str) -> bool:
+        speedup = self.speedup(name)
+        return speedup is not None and not math.isnan(speedup.low)
 
     def _drop_slower(self) -> None:
         leader = self.leader
@@ -266,13 +281,16 @@ class Tournament:
                 self.slower[name] = leader
 
     def _keep(self, num_kept: int) -> None:
-        """Set the slowest aside, by the upper ends of their intervals."""
+        """Set the slowest aside, by the upper ends of their intervals.
+
+        One that is proven faster than standard decoding is never set aside for one that is not.
+        """
         leader = self.leader
         if leader is None:
             return
-        by_hope = sorted(self.live, key=self._upper_end, reverse=True)
-        by_hope.remove(leader)
-        kept = {leader, *by_hope[: num_kept - 1]}
+        by_promise = sorted(self.live, key=self._promise, reverse=True)
+        by_promise.remove(leader)
+        kept = {leader, *by_promise[: num_kept - 1]}
         self.set_aside += [name for name in self.live if name not in kept]
         self.live = [name for name in self.live if name in kept]
 

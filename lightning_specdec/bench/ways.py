@@ -178,9 +178,24 @@ def _thread_counts(target: LanguageModel) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
+def reason_against_openvino(target: LanguageModel, source: PairSource) -> str | None:
+    """Why OpenVINO is not tried for a small model, if it is installed and could compute it."""
+    is_small = target.num_parameters <= MOST_SMALL
+    if source.backend != "auto" or not is_small or not _openvino_computes(target, source):
+        return None
+    return (
+        f"it is not tried for models of at most {MOST_SMALL / 1e6:.0f}M parameters: "
+        "--backend openvino tries it"
+    )
+
+
 def _can_use_openvino(target: LanguageModel, source: PairSource) -> bool:
+    return target.num_parameters > MOST_SMALL and _openvino_computes(target, source)
+
+
+def _openvino_computes(target: LanguageModel, source: PairSource) -> bool:
     takes_apart = getattr(target, "takes_apart", False)
-    if not takes_apart or target.num_parameters <= MOST_SMALL:
+    if not takes_apart:
         return False
     try:
         check_openvino(source.chosen_device)

@@ -117,7 +117,7 @@ def run(options: Namespace) -> int:
     show_activity("")
 
     standing = sweep.standing()
-    answer = _answer(options, sweep, source, standing)
+    answer = _answer(options, sweep, source, standing, _example(loaded))
     problem = ""
     if settings.save is not None:
         answer["saved"], problem = _save(options, source, standing, settings.save)
@@ -188,7 +188,7 @@ def _make_sweep(
     # Imported here because torch takes a second.
     from lightning_specdec.bench.scouts import scouts
     from lightning_specdec.bench.sweep import Sweep
-    from lightning_specdec.bench.ways import draftings, engines
+    from lightning_specdec.bench.ways import draftings, engines, reason_against_openvino
 
     measure = chosen(options, MeasureSettings)
     engines_to_try = engines(
@@ -213,6 +213,9 @@ def _make_sweep(
         batch_size=measure.batch_size,
         watch=reporter.watch,
     )
+    reason = reason_against_openvino(loaded.decoder.target, source)
+    if reason is not None:
+        sweep.unavailable["OpenVINO"] = reason
     for text in sweep.found:
         log.info("found %s", text)
     log.info("trying %s", "; ".join(kind.name for kind in kinds))
@@ -282,8 +285,13 @@ def _answer(
     sweep: Sweep,
     source: PairSource,
     standing: Standing,
+    prompt: str | list[int],
 ) -> dict[str, Any]:
-    """The answer: a sentence, and what to copy if it is proven."""
+    """The answer: a sentence, and what to copy if it is proven.
+
+    Args:
+        prompt: what the lines of Python continue, if they decode.
+    """
     from lightning_specdec.bench.recommendation import command, python_lines, sentence
 
     has_engines = len(sweep.engines) > 1
@@ -303,8 +311,14 @@ def _answer(
     not_decode |= {"MODEL", "threads"}
     flags = {name: value for name, value in vars(options).items() if name not in not_decode}
     answer["command"] = command(winner, winner_source, flags, threads=threads)
-    answer["python"] = python_lines(winner, winner_source, threads=threads)
+    answer["python"] = python_lines(winner, winner_source, threads=threads, prompt=prompt)
     return answer
+
+
+def _example(loaded: Loaded) -> str | list[int]:
+    """The first prompt, to be shown in a line of Python: as text if it was given as text."""
+    text = loaded.texts[0]
+    return loaded.prompts[0] if text is None else text
 
 
 def _named_source(winner: PairSource, has_engines: bool, source: PairSource) -> PairSource:
