@@ -54,7 +54,7 @@ def test_integers_outside_the_vocabulary_are_named_with_the_size_that_fits() -> 
 def test_a_misspelled_directory_is_named_in_python_as_in_the_command_line() -> None:
     Path("models/llama").mkdir(parents=True)
     Path("models/llama/config.json").write_text("{}")
-    message = "there is no directory models/lama: did you mean llama"
+    message = "there is no directory models/lama: did you mean models/llama"
     for load in (SpeculativeDecoder.from_pretrained, load_model):
         with pytest.raises(ValueError, match=message):
             load("models/lama")

@@ -107,12 +107,12 @@ def test_the_command_and_the_line_of_python_say_what_loads_a_way() -> None:
         "--draft 'my head.safetensors' --drafter NGramWithFallback --max_new_tokens 8 "
         "--prompt 'a b' --prompt c --num_draft_tokens 4 --threads 2"
     )
-    assert python_lines(WAY, source, threads=None) == (
+    assert python_lines(WAY, source, threads=None, prompt="a b") == (
         "from lightning_specdec import SpeculativeDecoder\n"
         'decoder = SpeculativeDecoder.from_pretrained("models/target", "my head.safetensors", '
         'backend="openvino", drafter="NGramWithFallback", num_draft_tokens=4)'
     )
-    assert python_lines(WAY, source, threads=2).startswith(
+    assert python_lines(WAY, source, threads=2, prompt="a b").startswith(
         "import torch\nfrom lightning_specdec import SpeculativeDecoder\n"
         "torch.set_num_threads(2)\ndecoder = "
     )
@@ -126,7 +126,7 @@ def test_the_command_and_the_line_of_python_say_what_loads_a_way() -> None:
     assert "--drafter EarlyExitDrafter --drafter.exit_layer 2" in command(
         exit_way, exit_source, {}, threads=None
     )
-    assert python_lines(exit_way, exit_source, threads=None) == (
+    assert python_lines(exit_way, exit_source, threads=None, prompt="a b") == (
         "from lightning_specdec import SpeculativeDecoder\n"
         'decoder = SpeculativeDecoder.from_checkpoint("a.safetensors", backend="torch", '
         "drafter={'class_path': 'EarlyExitDrafter', 'init_args': {'exit_layer': 2}}, "
