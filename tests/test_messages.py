@@ -67,7 +67,7 @@ def fit_refuses(old: str, new: str, message: str) -> None:
         (
             "max_epochs: 100",
             "accelerator: [1]",
-            "error: trainer.accelerator: must be text, got [1]\n",
+            "error: bad.yaml: trainer.accelerator: must be text, got [1]\n",
         ),
         ("model:\n", "model: [1, 2\n", "error: bad.yaml is not valid YAML: "),
     ],
@@ -101,7 +101,7 @@ def test_a_missing_checkpoint_of_a_benchmark_is_named_with_its_entry() -> None:
     Path("mine.yaml").write_text(BENCH)
     message = (
         "mine.yaml: pairs.mine.ckpt: there is no checkpoint checkpoints/rnm.safetensors: did you "
-        "mean rnn.safetensors?"
+        "mean checkpoints/rnn.safetensors?"
     )
     refused("bench", "--config", "mine.yaml", message=message)
 
