@@ -86,3 +86,11 @@ def contents(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.iterdir())
         if path.name != "manifest.json"
     }
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty directory and cache, and recipes that decode little of a held-out text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("lightning_specdec.training.draft_recipes.NUM_DECODED_TOKENS", 4)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from families import greedy_tokens
+from row_families import LLAMA4_LAYERS
 from tiny_tokenizers import byte_level
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
@@ -130,15 +131,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4": {
         "text_config": {
             **_TEXT,
+            **LLAMA4_LAYERS,
             "model_type": "llama4_text",
-            "intermediate_size_mlp": 48,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "interleave_moe_layer_step": 2,
-            "moe_layers": [1, 3],
-            "no_rope_layers": [1, 0, 1, 0],
-            "attention_chunk_size": 8,
-            "layer_types": ["chunked_attention", "full_attention"] * 2,
         },
         "vision_config": {
             **_VISION,

@@ -23,6 +23,17 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+LLAMA4_LAYERS: dict[str, Any] = {
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "moe_layers": [1, 3],
+    "no_rope_layers": [1, 0, 1, 0],
+    "attention_chunk_size": 8,
+    "layer_types": ["chunked_attention", "full_attention"] * 2,
+}
+"""Layers of a Llama 4 of four layers."""
 _LAYERS = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _EXPERTS = {
     "num_experts": 4,
@@ -192,18 +203,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "window_size": 6,
         "max_position_embeddings": 128,
     },
-    "llama4_text": {
-        **_SIZES,
-        "head_dim": 8,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 2,
-        "moe_layers": [1, 3],
-        "no_rope_layers": [1, 0, 1, 0],
-        "attention_chunk_size": 8,
-        "layer_types": ["chunked_attention", "full_attention"] * 2,
-    },
+    "llama4_text": {**_SIZES, **LLAMA4_LAYERS, "head_dim": 8},
 }
 """Families with masks or positions of their own."""
 FAMILIES = {**HYBRID, **RECURRENT, **ONE_TOKEN, **ATTENTION}

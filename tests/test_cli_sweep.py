@@ -13,16 +13,13 @@ import yaml
 from cli_fixtures import call, refused, succeed
 from test_adapters import write_adapter
 from tiny_models import write_drafts, write_text_model
+from tiny_sweep import sweep_of_two_engines
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.bench import sweep as sweep_module
 from lightning_specdec.bench.race import MeasuredRace
-from lightning_specdec.bench.sweep import Sweep
 from lightning_specdec.bench.tournament import Tournament
 from lightning_specdec.bench.verdict import Verdict
-from lightning_specdec.bench.ways import Engine, draftings
-from lightning_specdec.config.decoding import DecodingConfig
-from lightning_specdec.config.models import PairSource
 
 RNN = str(Path(__file__).parent.parent / "checkpoints" / "rnn.safetensors")
 BRIEF = ("--minutes", "0.001", "--max_new_tokens", "6", "--num_draft_tokens", "2", "3")
@@ -238,18 +235,7 @@ def test_ctrl_c_between_the_comparisons_of_engines_and_of_drafts_shows_the_first
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lookup runs with another window in the first comparison than in the second one."""
-    source = PairSource(target="target", backend="torch")
-    decoder = SpeculativeDecoder.load(source)
-    sweep = Sweep(
-        decoder,
-        source,
-        [[1, 2, 3]],
-        DecodingConfig(max_new_tokens=8),
-        engines=[Engine("torch", 1), Engine("torch", 2)],
-        kinds=draftings(decoder, source),
-        windows=[2],
-        seconds=8.0,
-    )
+    sweep = sweep_of_two_engines("target", windows=[2], seconds=8.0)
     run_turn = MeasuredRace.run_turn
 
     def interrupted_turn(self: MeasuredRace, names: list[str]) -> None:

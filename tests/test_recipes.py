@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from cli_fixtures import Outcome, call, succeed
-from generated import corpus, target
+from generated import corpus, somewhere, target
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_guides import ROOT, commands
 from test_training import Stop, end_of
@@ -20,16 +20,7 @@ from lightning_specdec.checkpoints import checkpoint
 from lightning_specdec.training.distillation import FINAL_RATE
 from lightning_specdec.training.draft_recipes import RECIPES, config_for
 
-__all__ = ["corpus", "target"]
-
-
-@pytest.fixture(autouse=True)
-def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        "lightning_specdec.training.draft_recipes.NUM_DECODED_TOKENS", 4
-    )  # of a held-out text
+__all__ = ["corpus", "somewhere", "target"]
 
 
 @pytest.mark.quick_cases("eagle")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from cli_fixtures import succeed
 from families import greedy_tokens
+from generated import somewhere
 from multimodal import FAMILIES as MULTIMODAL
 from multimodal import write_multimodal
 from row_families import FAMILIES
@@ -16,14 +17,7 @@ from tiny_tokenizers import byte_level
 
 from lightning_specdec.models.loading import load_model
 
-
-@pytest.fixture(autouse=True)
-def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        "lightning_specdec.training.draft_recipes.NUM_DECODED_TOKENS", 4
-    )  # of a held-out text
+__all__ = ["somewhere"]
 
 
 def written_target(family: str) -> str:

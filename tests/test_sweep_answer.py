@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tiny_models import write_text_model
+from tiny_sweep import sweep_of_two_engines
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.bench.race import MeasuredRace
@@ -93,17 +94,12 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     """A sweep whose contests are over: of two engines, and of drafts."""
     monkeypatch.setattr("lightning_specdec.bench.tournament.MOST_TURNS", 1)
     write_text_model(tmp_path / "target")
-    source = PairSource(target=str(tmp_path / "target"), backend="torch")
-    decoder = SpeculativeDecoder.load(source)
-    sweep = Sweep(
-        decoder,
-        source,
-        [[1, 2, 3, 1, 2]],
-        DecodingConfig(max_new_tokens=16),
-        engines=[Engine("torch", 1), Engine("torch", 2)],
-        kinds=draftings(decoder, source),
+    sweep = sweep_of_two_engines(
+        str(tmp_path / "target"),
         windows=[2, 3, 8],
         seconds=600.0,
+        prompt=(1, 2, 3, 1, 2),
+        max_new_tokens=16,
     )
     sweep.run()
     return sweep

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from tiny_models import write_text_model
+from tiny_sweep import sweep_of_two_engines
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.bench.scouts import SUFFIX_NAME, scouts
-from lightning_specdec.bench.sweep import NO_TIME, Sweep
-from lightning_specdec.bench.ways import Engine, draftings
+from lightning_specdec.bench.sweep import NO_TIME
+from lightning_specdec.bench.ways import draftings
 from lightning_specdec.cli.sweep import _warn_of_slow_loading
-from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.models import PairSource
 
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
@@ -21,18 +21,7 @@ CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
 
 def test_without_time_no_further_engine_is_loaded(tmp_path: Path) -> None:
     write_text_model(tmp_path / "target")
-    source = PairSource(target=str(tmp_path / "target"), backend="torch")
-    decoder = SpeculativeDecoder.load(source)
-    sweep = Sweep(
-        decoder,
-        source,
-        [[1, 2, 3]],
-        DecodingConfig(max_new_tokens=8),
-        engines=[Engine("torch", 1), Engine("torch", 2)],
-        kinds=draftings(decoder, source),
-        windows=[2],
-        seconds=0.0,
-    )
+    sweep = sweep_of_two_engines(str(tmp_path / "target"), windows=[2], seconds=0.0)
     sweep.run()
     assert sweep.not_measured["torch, 2 threads"] == NO_TIME
     assert sweep.standing().comparisons

@@ -245,19 +245,7 @@ class Sweep:
         """
         if len(self.engines) == 1:
             return self.engines
-        lookup = Drafting(LOOKUP_NAME, _TARGET_ALONE)
-        entrants_by_engine: dict[Engine, list[Entrant]] = {}
-        seconds = self.seconds_left
-        for engine in self.engines:
-            has_time = self.seconds_left > 0 and self.seconds_left >= (1 - LOADING_SHARE) * seconds
-            if entrants_by_engine and not has_time:
-                self.unavailable[engine.name] = NO_TIME
-                continue
-            self._say(f"loading the target in {engine.name}")
-            entrants = self._load(engine, [lookup], [LOOKUP_WINDOW])
-            if entrants:
-                entrants_by_engine[engine] = entrants
-
+        entrants_by_engine = self._load_engines()
         if len(entrants_by_engine) == 1:
             return list(entrants_by_engine)
         all_entrants = []
@@ -278,6 +266,22 @@ class Sweep:
             return max((speedup.value for speedup in speedups if speedup), default=0.0)
 
         return sorted(left, key=best_speedup, reverse=True)
+
+    def _load_engines(self) -> dict[Engine, list[Entrant]]:
+        """Standard decoding and prompt lookup in each engine for which there is time."""
+        lookup = Drafting(LOOKUP_NAME, _TARGET_ALONE)
+        entrants_by_engine: dict[Engine, list[Entrant]] = {}
+        seconds = self.seconds_left
+        for engine in self.engines:
+            has_time = self.seconds_left > 0 and self.seconds_left >= (1 - LOADING_SHARE) * seconds
+            if entrants_by_engine and not has_time:
+                self.unavailable[engine.name] = NO_TIME
+                continue
+            self._say(f"loading the target in {engine.name}")
+            entrants = self._load(engine, [lookup], [LOOKUP_WINDOW])
+            if entrants:
+                entrants_by_engine[engine] = entrants
+        return entrants_by_engine
 
     def _choose_draft(self, engines: Sequence[Engine]) -> None:
         """Find the best draft on the best engine, then compare it on the engines that are left."""
@@ -351,14 +355,40 @@ class Sweep:
         loading_end = self.seconds_left * (1 - QUALIFYING_SHARE / 2)
         lookup = Drafting(LOOKUP_NAME, _TARGET_ALONE)
         entrants = self._load(engine, [lookup], [LOOKUP_WINDOW])
+        scouts_by_name = self._load_scouts(engine, scouts, entrants, loading_end)
+        if not scouts_by_name:
+            return []
+        seconds = max(0.0, self.seconds_left - end)
+        contest = self._contest(entrants, "looking for drafts that may pay", seconds)
+        if contest is None:
+            return []
+
         lookup_name = Way(engine, lookup, LOOKUP_WINDOW).name
         # A faster engine is no merit of the draft. The first engine's standard decoding is the
         # one that every speedup refers to.
         standard_name = None if engine == self.engines[0] else Way(engine).name
         rivals: dict[str, str | None] = {}
+        for name, scout in scouts_by_name.items():
+            # What there was no time to warm up does not take part.
+            if name in contest.names:
+                rivals[name] = lookup_name if scout.beats_lookup else standard_name
+        return [scouts_by_name[name] for name in contest.qualify(rivals, self._report)]
+
+    def _load_scouts(
+        self,
+        engine: Engine,
+        scouts: Sequence[Scout],
+        entrants: list[Entrant],
+        loading_end: float,
+    ) -> dict[str, Scout]:
+        """Load drafts, and add their ways to the entrants. Returns the drafts by their ways' names.
+
+        Args:
+            loading_end: seconds before the answer after which no further draft is loaded.
+        """
         scouts_by_name: dict[str, Scout] = {}
         for scout in scouts:
-            if rivals and self.seconds_left < loading_end:
+            if scouts_by_name and self.seconds_left < loading_end:
                 self.unavailable[scout.drafting.name] = NO_TIME
                 continue
             # One that cannot be loaded here was not asked for, so it is no failure.
@@ -366,20 +396,10 @@ class Sweep:
                 engine, [scout.drafting], [scout.num_draft_tokens], failures=self.unavailable
             )
             for entrant in loaded:
-                if entrant in entrants:
-                    continue
-                entrants.append(entrant)
-                scouts_by_name[entrant.way.name] = scout
-                rivals[entrant.way.name] = lookup_name if scout.beats_lookup else standard_name
-        if not rivals:
-            return []
-        seconds = max(0.0, self.seconds_left - end)
-        contest = self._contest(entrants, "looking for drafts that may pay", seconds)
-        if contest is None:
-            return []
-        # What there was no time to warm up does not take part.
-        rivals = {name: rival for name, rival in rivals.items() if name in contest.names}
-        return [scouts_by_name[name] for name in contest.qualify(rivals, self._report)]
+                if entrant not in entrants:
+                    entrants.append(entrant)
+                    scouts_by_name[entrant.way.name] = scout
+        return scouts_by_name
 
     def _finalists(self, contest: Tournament) -> list[Way]:
         """The best ways of a contest, one for each draft."""

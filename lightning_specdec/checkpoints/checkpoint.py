@@ -27,7 +27,7 @@ from lightning_specdec.checkpoints.networks import FLOATS, build, check_parts, s
 from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.decoding import MAX_TOKENS
 from lightning_specdec.config.kinds import DRAFTERS, MODELS, Kinds
-from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.models import PairSource, holds_its_target
 from lightning_specdec.config.settings import check
 from lightning_specdec.config.terminal import one_line, short
 from lightning_specdec.decoding.requests import check_prompt
@@ -294,10 +294,7 @@ def _build_pair(
     document = content[KEY]
     reference = reference_of(content)
     if target is not None and reference is None:
-        raise ValueError(
-            "it holds its target itself, and decodes with no other: use "
-            f"--ckpt {path} without --target"
-        )
+        raise ValueError(holds_its_target(path))
 
     other_descriptions = document.get("others", {})
     main_name = document.get("name", MAIN)

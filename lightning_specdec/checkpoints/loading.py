@@ -32,6 +32,7 @@ from lightning_specdec.config.models import (
     PairSource,
     check_draft,
     is_run,
+    other_drafter,
 )
 from lightning_specdec.config.pairs import Pair, get_pair
 from lightning_specdec.drafters import (
@@ -508,9 +509,7 @@ def _choose_drafter(
     if type(draft) is not drafter_class:
         # A checkpoint's default draft may be replaced, a draft that the user named may not.
         if is_named:
-            raise ValueError(
-                f"the draft is a {type(draft).__name__} already: drop --drafter {choice.name}"
-            )
+            raise other_drafter(type(draft).__name__, choice.name)
         return drafter_class.for_target(target, **choice.settings)
 
     drafter = _with_settings(draft, choice)

@@ -92,13 +92,19 @@ def run(options: Namespace) -> int:
     settings = chosen(options, ChatSettings)
     decoder.check_template(settings.chat_template_kwargs)
     chat = _Chat(decoder, tokenizer, config, settings, interactive=interactive)
-    num_errors = 0
     chat.begin()
 
     # Loading ends here, so that its line is not drawn below the greeting.
     show_activity("")
     if interactive:
         _note(f"{source.name} with {type(decoder.drafter).__name__}. {COMMANDS}")
+    num_errors = _answer_turns(chat, interactive=interactive, verbose="verbose" in options)
+    return 1 if num_errors and not interactive else 0
+
+
+def _answer_turns(chat: _Chat, *, interactive: bool, verbose: bool) -> int:
+    """Answer each line until the input ends. Returns how many could not be answered."""
+    num_errors = 0
     for line in _turns(interactive):
         if line in ("/quit", "/exit"):
             break
@@ -111,9 +117,9 @@ def run(options: Namespace) -> int:
             continue
         # Figures are for people: a pipe receives them only with -v.
         is_command = line in ("/help", "/reset")
-        if note and (interactive or is_command or "verbose" in options):
+        if note and (interactive or is_command or verbose):
             _note(note)
-    return 1 if num_errors and not interactive else 0
+    return num_errors
 
 
 def _no_template(source: PairSource) -> str:

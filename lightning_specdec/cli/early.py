@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_specdec.config.hub import is_gguf
 from lightning_specdec.config.kinds import DRAFTERS, Choice
-from lightning_specdec.config.models import PairSource
+from lightning_specdec.config.models import PairSource, holds_its_target, other_drafter
 from lightning_specdec.config.pairs import get_pair
 
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions")
@@ -156,12 +156,9 @@ def _check_draft_file(path: Path, choice: Choice | None) -> None:
         # Loading says what is wrong with it.
         return
     if "source" not in target:
-        raise ValueError(
-            f"{path} cannot be used: it holds its target itself, and decodes with no other: use "
-            f"--ckpt {path} without --target"
-        )
+        raise ValueError(f"{path} cannot be used: {holds_its_target(path)}")
     is_other_class = choice is not None and choice.name in DRAFTERS and choice.name != drafter_name
     if is_other_class and drafter_name in DRAFTERS:
         assert choice is not None
         if not choice.name.endswith("WithFallback"):
-            raise ValueError(f"the draft is a {drafter_name} already: drop --drafter {choice.name}")
+            raise other_drafter(drafter_name, choice.name)

@@ -247,6 +247,18 @@ def advice_on_path(path: Path) -> str:
     return _CHECK_PATH
 
 
+def holds_its_target(path: Path | str) -> str:
+    """Why a file that holds a pair is no draft for another target, and how to use it."""
+    return (
+        f"it holds its target itself, and decodes with no other: use --ckpt {path} without --target"
+    )
+
+
+def other_drafter(drafter_name: str, chosen_name: str) -> ValueError:
+    """The error of a drafter that is chosen for a draft of another class."""
+    return ValueError(f"the draft is a {drafter_name} already: drop --drafter {chosen_name}")
+
+
 def missing_checkpoint(path: Path) -> FileNotFoundError:
     """The error of a checkpoint that does not exist."""
     advice = advice_on_path(path)

@@ -688,16 +688,7 @@ def config_at_fault(report: str, words: Sequence[str]) -> Path | None:
         report: a report of the parser, or the message of a class about one of its arguments.
         words: the command line after the verb.
     """
-    configs: list[Path] = []
-    option_keys = []
-    for word, next_word in pairwise([*words, ""]):
-        option, separator, joined_value = word.partition("=")
-        path = Path(joined_value if separator else next_word)
-        if option in _YAML_OPTIONS and path.suffix in (".yaml", ".yml") and path.is_file():
-            configs.append(path)
-        elif option.startswith("--"):
-            option_keys.append(_plain_key(option.removeprefix("--")))
-
+    configs, option_keys = _configs_and_option_keys(words)
     if configs and "Unexpected config" in report:
         return configs[-1]
     key = _key_at_fault(report)
@@ -715,6 +706,20 @@ def config_at_fault(report: str, words: Sequence[str]) -> Path | None:
     # What is missing is in no file. A message of a class may be about anything.
     is_missing = "arguments are required" in report or "Parser key" in report
     return configs[-1] if is_missing else None
+
+
+def _configs_and_option_keys(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The YAML files of a command line, and the entries that its other options set."""
+    configs: list[Path] = []
+    option_keys: list[str] = []
+    for word, next_word in pairwise([*words, ""]):
+        option, separator, joined_value = word.partition("=")
+        path = Path(joined_value if separator else next_word)
+        if option in _YAML_OPTIONS and path.suffix in (".yaml", ".yml") and path.is_file():
+            configs.append(path)
+        elif option.startswith("--"):
+            option_keys.append(_plain_key(option.removeprefix("--")))
+    return configs, option_keys
 
 
 def _key_at_fault(report: str) -> str | None:
