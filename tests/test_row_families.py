@@ -38,14 +38,14 @@ from lightning_specdec.drafters import (
     NGramWithFallback,
     StagedDrafter,
 )
-from lightning_specdec.models import row_cache
+from lightning_specdec.models import row_cache, row_reader
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.row_cache import ModelCache
 from lightning_specdec.models.snapshot_state import RowCache, SnapshotRow, SnapshotState
 from lightning_specdec.rules import RejectionSampling
 
 NUM_NEW = 16
-LOGGER = "lightning_specdec.models.row_cache"
+LOGGER = "lightning_specdec.models.row_reader"
 every_family = pytest.mark.parametrize("family", FAMILIES)
 some_families = pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "rwkv"])
 
@@ -313,7 +313,7 @@ def test_wrong_calls_on_several_tokens_are_measured(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a family that is wrong in the same way is noticed, too."""
-    monkeypatch.setattr(row_cache, "_IGNORES_STATE", ())
+    monkeypatch.setattr(row_reader, "_IGNORES_STATE", ())
     model = HuggingFaceLM(tiny(family, **FAMILIES[family]))
     model.init_state(1, 8)
     assert lengths_of_calls(model) == [3, 1, 1, 1, 1]

@@ -71,7 +71,7 @@ with quiet():
         cache_name,
         scoring_only,
     )
-    from lightning_specdec.models.row_cache import RowReader
+    from lightning_specdec.models.row_reader import RowReader
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -100,7 +100,7 @@ class HuggingFaceLM(LanguageModel):
     architecture that accepts the three works unchanged.
 
     Recurrent and hybrid models do not, nor do those with masks of their own: they run over a
-    `SnapshotState`, row by row.
+    `SnapshotState`, whose rows have separate caches.
 
     A call runs the model's parts one by one (embedding, layers, final norm, output head) if that
     computes the same. It runs the model's own forward pass if it does not, and always if a user has
@@ -296,7 +296,7 @@ class HuggingFaceLM(LanguageModel):
         return KVState(batch_size, max_length, device=self.device, pool=self._pool)
 
     def _row_state(self, row_reader: RowReader, batch_size: int) -> SnapshotState:
-        """An empty state for a model that is read row by row, and measured before its first use."""
+        """An empty state of row caches, for a model that is measured before its first use."""
         with _in_eval_mode(self.model):
             row_reader.measure(self.device)
         return row_reader.init_state(batch_size, self.device)
@@ -319,8 +319,8 @@ class HuggingFaceLM(LanguageModel):
     def _runs_own_modules(self) -> bool:
         """Whether no copy of the model may decode, so that each call sets the model's mode.
 
-        Code of a user may depend on any module. Models that are read row by row may change their
-        modules: RWKV rescales its weights in place when its mode changes.
+        Code of a user may depend on any module. Models with a cache for each row may change
+        their modules: RWKV rescales its weights in place when its mode changes.
         """
         return bool(self._user_code) or self._row_reader is not None
 
@@ -333,7 +333,7 @@ class HuggingFaceLM(LanguageModel):
 
         On a CPU a copy with packed linear layers, on a GPU a copy that records its calls. The copy
         shares all other weights. A model with code of a user runs unchanged, and so does one that
-        is read row by row.
+        has a cache for each row.
         """
         if self._pool is not None or self._is_packed:
             return self
@@ -657,7 +657,7 @@ class HuggingFaceLM(LanguageModel):
         logits_for: Places,
         features: Sequence[int],
     ) -> ModelOutput:
-        """Continue a state whose rows are read one by one."""
+        """Continue a state whose rows have caches of their own."""
         assert self._row_reader is not None
         with _in_eval_mode(self.model):
             return self._row_reader.read(tokens, state, valid_lengths, logits_for, features)
