@@ -91,8 +91,16 @@ def test_a_way_without_an_interval_may_be_as_fast_only_if_its_estimate_is_not_be
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
-    """A sweep whose contests are over: of two engines, and of drafts."""
+    """A sweep whose contests are over: of two engines, and of drafts on the first one."""
     monkeypatch.setattr("lightning_specdec.bench.tournament.MOST_TURNS", 1)
+    choose_engines = Sweep._choose_engines
+
+    def first_engine(sweep: Sweep) -> list[Engine]:
+        # A single turn does not show which of two engines is faster.
+        choose_engines(sweep)
+        return sweep.engines[:1]
+
+    monkeypatch.setattr(Sweep, "_choose_engines", first_engine)
     write_text_model(tmp_path / "target")
     sweep = sweep_of_two_engines(
         str(tmp_path / "target"),

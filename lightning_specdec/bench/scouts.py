@@ -17,6 +17,7 @@ from lightning_specdec.bench.ways import (
     NO_DRAFT,
     Drafting,
     both_ways,
+    in_int4,
 )
 from lightning_specdec.config.kinds import Choice
 from lightning_specdec.config.models import PairSource
@@ -128,5 +129,6 @@ def _model_scouts(target: LanguageModel, source: PairSource) -> list[Scout]:
         share = model.num_parameters / target.num_parameters
         found = f"{model.place}: {model.source} ({share:.0%} of the target's parameters)"
         alone, joined = both_ways(model.name, fields, found)
-        result.append(Scout(alone, MODEL_WINDOW, (joined,), loads_model=True))
+        followers = (joined, *in_int4(model.name, fields, found))
+        result.append(Scout(alone, MODEL_WINDOW, followers, loads_model=True))
     return result

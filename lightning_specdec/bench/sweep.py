@@ -505,6 +505,8 @@ class Sweep:
                 return []
             drafted: list[Entrant] = []
             for kind in kinds:
+                if kind.backend not in (None, engine.backend):
+                    continue
                 is_loaded = (engine, kind.name) in self._drafters
                 has_time = self._working_seconds_left > self._longest_load
                 if drafted and not is_loaded and not has_time:

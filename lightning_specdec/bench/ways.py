@@ -16,6 +16,7 @@ from lightning_specdec.bench.candidates import exits
 from lightning_specdec.checkpoints import runs
 from lightning_specdec.checkpoints.archive import BROKEN, KEY
 from lightning_specdec.checkpoints.checkpoint import is_draft_for
+from lightning_specdec.checkpoints.engine_heads import is_head
 from lightning_specdec.config.kinds import DRAFTERS, Choice
 from lightning_specdec.config.models import MOST_SMALL, PairSource
 from lightning_specdec.config.pairs import shipped_directory
@@ -76,12 +77,14 @@ class Drafting:
         fields: fields of a `PairSource` that load it: `draft`, `drafter`, `draft_dtype`, ...
         found: where it was found, and what it is; empty if the user named it.
         is_trained_exit: whether it is an early exit that was trained for the target.
+        backend: the only backend that computes it on a CPU; None if every one does.
     """
 
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
     found: str = field(default="", compare=False)
     is_trained_exit: bool = field(default=False, compare=False)
+    backend: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -258,8 +261,10 @@ def draftings(
         layers = trained_exits(Path(draft).expanduser()) if found else ()
         if layers:
             draftings += _exits_of_file(draft, name, found, layers)
-        else:
-            draftings += both_ways(name, {"draft": draft}, found)
+            continue
+        draftings += both_ways(name, {"draft": draft}, found)
+        if _is_model(draft) and source.draft_quantization is None:
+            draftings += in_int4(name, {"draft": draft}, found)
     return draftings
 
 
@@ -358,6 +363,27 @@ def both_ways(
         Drafting(name, alone, found),
         Drafting(f"{LOOKUP_NAME}, then {name}", joined, found),
     ]
+
+
+def in_int4(name: str, fields: Mapping[str, Any], found: str = "") -> list[Drafting]:
+    """A draft model with weights in int4, alone and after prompt lookup.
+
+    The weights of a draft change no output, and it reads them once for each draft token. In torch,
+    int4 needs a GPU.
+
+    Args:
+        name, fields, found: as of a `Drafting`, for the model as it is stored.
+    """
+    kinds = both_ways(f"{name} in int4", {**fields, "draft_quantization": "int4"}, found)
+    return [replace(kind, backend="openvino") for kind in kinds]
+
+
+def _is_model(draft: str) -> bool:
+    """Whether a draft is a model with an output head of its own: a directory, or on the Hub."""
+    path = Path(draft).expanduser()
+    if not path.exists():
+        return True
+    return (path / "config.json").is_file() and not is_head(path)
 
 
 def _distinct_names(drafts: Sequence[str]) -> list[str]:
