@@ -128,6 +128,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**_VISION, "model_type": "siglip2_vision_model"},
         "image_token_id": 327,
     },
+    "step3p7": {
+        "text_config": {
+            **_TEXT,
+            **_MIXED_LAYERS,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "share_expert_dim": 24,
+        },
+        "vision_config": _VISION,
+        "image_token_id": 327,
+    },
     "llama4": {
         "text_config": {
             **_TEXT,
@@ -154,9 +167,16 @@ PROMPTS = [
 """Ragged, with repetitions that prompt lookup finds."""
 
 
-def multimodal(family: str) -> Any:
-    """A tiny model of a family. The global seed is unchanged."""
-    config = AutoConfig.for_model(family, **FAMILIES[family], tie_word_embeddings=False)
+def multimodal(family: str, **text_settings: Any) -> Any:
+    """A tiny model of a family. The global seed is unchanged.
+
+    Args:
+        text_settings: of the text part, where they differ from the family's.
+    """
+    settings = FAMILIES[family]
+    text_config = {**settings["text_config"], **text_settings}
+    values = {**settings, "text_config": text_config, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(family, **values)
     with torch.random.fork_rng():
         torch.manual_seed(_SEEDS.get(family, 0))
         model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()

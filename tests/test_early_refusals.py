@@ -57,6 +57,8 @@ def _unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sweep --max_new_tokens 100000", "100000 new tokens do not fit the target's context of"),
         ("decode --eos 60000", "eos must be from 0 to"),
         ("decode --drafter EarlyExitDrafter --drafter.exit_layer 99", "exit_layer must be from 1"),
+        ("decode --drafter MtpDrafter", "target holds no multi-token prediction layers"),
+        ("sweep --drafter NGramWithFallback --drafter.mtp true", "target holds no multi-token"),
         ("serve --drafter EarlyExitDrafter --drafter.exit_layer 99", "exit_layer must be from 1"),
         (
             "decode --drafter SuffixCorpusDrafter --drafter.corpus nowhere",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write
 from tiny_mtp import FAMILIES, fitted_mtp, write_with_mtp
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_specdec import SpeculativeDecoder
 from lightning_specdec.bench.ways import draftings
@@ -63,8 +64,11 @@ def theirs(directory: Path) -> tuple[Any, Any]:
     """The model and its prediction layers, as transformers loads both."""
     from transformers.modeling_layers import MtpModel
 
-    model = AutoModelForCausalLM.from_pretrained(directory).eval()
-    if model.config.model_type not in ("mellum", "inkling_text"):
+    auto_class: Any = AutoModelForCausalLM
+    if "vision_config" in json.loads((directory / "config.json").read_text()):
+        auto_class = AutoModelForImageTextToText
+    model = auto_class.from_pretrained(directory).eval()
+    if model.config.model_type not in ("mellum", "inkling_text", "step3p7"):
         # These classes know the number of layers of their large checkpoints only.
         last_layers = range(3, 3 + model.config.num_mtp_layers)
         model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in last_layers]
@@ -399,14 +403,15 @@ def test_a_checkpoint_without_layers_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_layers_that_transformers_does_not_build_are_named(tmp_path: Path) -> None:
+def test_layers_of_an_unknown_form_are_named(tmp_path: Path) -> None:
     path = tmp_path / "qwen3"
     write(path, "qwen3")
     file = path / "model.safetensors"
-    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    extra = {"mtp_dspark.0.gate.weight": torch.zeros(2, 2)}
+    save_file({**load_file(file), **extra}, file, {"format": "pt"})
     assert _refusal(path).startswith(
-        f"{path} holds multi-token prediction layers (as mtp.fc.weight) that "
-        "transformers does not build for Qwen3ForCausalLM, so they are not used"
+        f"the multi-token prediction layers of {path} cannot be used: "
+        "the form of these layers is not known (as mtp_dspark.0.gate.weight)"
     )
 
 
@@ -421,11 +426,75 @@ def test_missing_weights_are_named(home: Path, tmp_path: Path) -> None:
         MtpDrafter.for_target(target)
 
 
-def test_quantized_layers_are_refused(home: Path) -> None:
-    target = load_model(str(_written(home, "deepseek_v3")))
-    target.model.config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ValueError, match=r"are quantized \(by fp8\)"):
-        MtpDrafter.for_target(target)
+def _in_blocks(weight: torch.Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """A weight as 8-bit floats, and the scale of each block."""
+    num_rows, num_columns = weight.shape
+    scales = torch.empty(-(-num_rows // rows), -(-num_columns // columns))
+    quantized = torch.empty_like(weight)
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            part = (
+                slice(row * rows, (row + 1) * rows),
+                slice(column * columns, (column + 1) * columns),
+            )
+            scales[row, column] = weight[part].abs().max() / 448
+            quantized[part] = weight[part] / scales[row, column]
+    return quantized.to(torch.float8_e4m3fn), scales
+
+
+def _quantized(home: Path, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Write layers whose linear weights are 8-bit floats with a scale for 16 rows and 12 columns.
+
+    Returns the stored weights, and those that they stand for.
+    """
+    whole = _written(home, "deepseek_v3")
+    stored = load_file(whole / "model.safetensors")
+    meant = dict(stored)
+    for name in [name for name in stored if name.startswith(("model.layers.3", "model.layers.4"))]:
+        if stored[name].dim() == 2 and "norm" not in name and "eh_proj" not in name:
+            quantized, scales = _in_blocks(stored[name], 16, 12)
+            stored[name] = quantized
+            stored[f"{name}_scale_inv"] = scales
+            for row in range(quantized.shape[0]):
+                for column in range(quantized.shape[1]):
+                    scale = scales[row // 16, column // 12]
+                    meant[name][row, column] = quantized[row, column].float() * scale
+    path.mkdir()
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text((whole / "config.json").read_text())
+    return stored, meant
+
+
+def test_layers_of_8_bit_floats_are_read_as_the_weights_that_they_stand_for(
+    home: Path, tmp_path: Path
+) -> None:
+    stored, meant = _quantized(home, tmp_path / "quantized")
+    assert any(name.endswith("experts.0.up_proj.weight_scale_inv") for name in stored)
+    target = load_model(str(tmp_path / "quantized"))
+    assert isinstance(target, HuggingFaceLM)
+    target.model.config.quantization_config = {
+        "quant_method": "fp8",
+        "weight_block_size": [16, 12],
+    }
+    network = load_mtp(target)
+    assert network.dtype == torch.float32
+    written = stored_weights(network, target)
+    for name, weight in written.items():
+        assert torch.equal(weight, meant[name]), name
+
+
+def test_layers_that_are_quantized_in_another_way_are_refused(home: Path, tmp_path: Path) -> None:
+    stored, _ = _quantized(home, tmp_path / "quantized")
+    name = "model.layers.3.self_attn.o_proj.weight"
+    file = tmp_path / "quantized" / "model.safetensors"
+    for weights, dtype in (
+        ({key: weight for key, weight in stored.items() if key != f"{name}_scale_inv"}, "F8_E4M3"),
+        ({**stored, name: torch.zeros(4, 4, dtype=torch.int32)}, "I32"),
+    ):
+        save_file(weights, file, {"format": "pt"})
+        assert f"they are quantized ({name} is stored as {dtype}), and only plain" in _refusal(
+            tmp_path / "quantized"
+        )
 
 
 def test_a_model_from_memory_has_no_checkpoint_to_load_from() -> None:

@@ -788,13 +788,13 @@ def _why_not_the_best(comparison: Comparison) -> str:
 
 
 def _unused_layers(target: LanguageModel) -> dict[str, str]:
-    """Why the prediction layers of the target's checkpoint are not tried, if transformers ignores
-    them; by their name in tables."""
+    """Why the prediction layers of the target's checkpoint are not tried, if they cannot
+    draft; by their name in tables."""
     if target.origin is None:
         return {}
-    from lightning_specdec.models.mtp import ignored_layers
+    from lightning_specdec.models.mtp import unusable_layers
 
-    reason = ignored_layers(target)
+    reason = unusable_layers(target)
     return {} if reason is None else {MTP_NAME: reason}
 
 

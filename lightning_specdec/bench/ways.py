@@ -275,11 +275,11 @@ def _mtp_draftings(target: LanguageModel) -> list[Drafting]:
     """
     if target.origin is None:
         return []
-    from lightning_specdec.models.mtp import num_mtp_layers, reason_against_mtp
+    from lightning_specdec.models.mtp import count_stored_layers, reason_against_mtp
 
     if reason_against_mtp(target) is not None:
         return []
-    count = num_mtp_layers(target)
+    count = count_stored_layers(target)
     plural = "" if count == 1 else "s"
     found = f"in the target's checkpoint: {count} multi-token prediction layer{plural}"
     alone = {**NO_DRAFT, "drafter": Choice("MtpDrafter")}

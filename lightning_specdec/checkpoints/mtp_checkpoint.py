@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.mtp import MtpNetwork, num_mtp_layers, stored_names, stored_weights
+from lightning_specdec.models.mtp import MtpNetwork, find_layers, num_mtp_layers, stored_weights
 from lightning_specdec.models.safetensors_file import INDEX, SINGLE, read_header, weight_files
 
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py")
@@ -28,22 +28,25 @@ def write_checkpoint(folder: Path, network: MtpNetwork, target: HuggingFaceLM) -
     Weight files without prediction layers are linked if the folder is on the same disk.
 
     Raises:
-        ValueError: the target has no files, or its config lists another number of layers.
+        ValueError: the target has no files, or its checkpoint has another number of layers.
     """
     if target.origin is None or not Path(target.origin.path).is_dir():
         raise ValueError("the target was not loaded from a directory that could be written again")
-    num_listed = num_mtp_layers(target)
-    if network.num_layers != num_listed:
+    stored_layers = find_layers(target)
+    num_layers = num_mtp_layers(target)
+    if stored_layers is not None:
+        num_layers = stored_layers.num_layers
+    if network.num_layers != num_layers:
         raise ValueError(
-            f"the target's config lists {num_listed} prediction layers, so that its checkpoint has "
-            f"no place for {network.num_layers}"
+            f"the target's checkpoint is for {num_layers} prediction layers, so that it has no "
+            f"place for {network.num_layers}"
         )
     directory = Path(target.origin.path)
     for path in sorted(directory.iterdir()):
         if path.is_file() and path.suffix in _COPIED_SUFFIXES and path.name != INDEX:
             shutil.copyfile(path, folder / path.name)
 
-    replaced_names = {*stored_names(target, directory)}
+    replaced_names = set() if stored_layers is None else {*stored_layers.weights}
     files = weight_files(directory)
     num_files = len(files) + 1
     weight_map: dict[str, str] = {}

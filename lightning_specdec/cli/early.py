@@ -48,6 +48,8 @@ def check_before_loading(
     # What the settings of a user's own drafter mean is not known here.
     if source.drafter is not None and source.drafter.name in DRAFTERS:
         _check_drafter(source.drafter, values)
+        if directory is not None and source.draft is None:
+            _check_prediction_layers(source.drafter, directory, values)
     if source.draft is not None and source.ckpt is None:
         _check_draft_file(Path(source.draft).expanduser(), source.drafter)
 
@@ -137,6 +139,29 @@ def _check_drafter(choice: Choice, values: Mapping[str, Any]) -> None:
     corpus = choice.settings.get("corpus")
     if isinstance(corpus, str) and not Path(corpus).expanduser().exists():
         raise ValueError(f"corpus {corpus} is no file or directory: check the path")
+
+
+def _check_prediction_layers(choice: Choice, directory: Path, values: Mapping[str, Any]) -> None:
+    """Check that the target's checkpoint has prediction layers, if they are the draft."""
+    if choice.name != "MtpDrafter" and not choice.settings.get("mtp"):
+        return
+    num_layers = values.get("num_hidden_layers")
+    if not isinstance(num_layers, int):
+        # The class of the config has the number, so loading decides.
+        return
+    # Imported here because torch takes a second.
+    from lightning_specdec.models.mtp_layout import is_of_prediction_layer
+    from lightning_specdec.models.safetensors_file import read_header, weight_files
+
+    try:
+        for path in weight_files(directory):
+            _, shapes = read_header(path)
+            if any(is_of_prediction_layer(name, num_layers) for name in shapes):
+                return
+    except ValueError:
+        # Loading says what is wrong with the files.
+        return
+    raise ValueError(f"{directory} holds no multi-token prediction layers: use another drafter")
 
 
 def _check_draft_file(path: Path, choice: Choice | None) -> None:

@@ -30,10 +30,10 @@ from lightning_specdec.models.model_config import (
     FOREIGN,
     auto_class,
     first_line,
-    is_of_prediction_layer,
     quiet,
     read_config,
 )
+from lightning_specdec.models.mtp_layout import is_of_prediction_layer
 from lightning_specdec.models.packed import check_quantization, is_linear, quantize
 from lightning_specdec.models.safetensors_file import Origin, read_header, weight_files
 from lightning_specdec.text.tokenizer import TextTokenizer
@@ -130,7 +130,7 @@ def examine(
         config = read_config(name, path, trust_remote_code)
         method = quantization_method(config)
         if method is not None:
-            if not _is_known(_quantization_settings(config)):
+            if not _is_known(quantization_settings(config)):
                 raise ValueError(
                     f"{name} is quantized by {method}, which this version of transformers does not "
                     "know"
@@ -160,7 +160,7 @@ def examine(
 
 def quantization_method(config: PreTrainedConfig) -> str | None:
     """The method that quantized a model's stored weights, as "awq"; None if they are plain."""
-    settings = _quantization_settings(config)
+    settings = quantization_settings(config)
     if settings is None:
         return None
     values = settings if isinstance(settings, dict) else vars(settings)
@@ -168,7 +168,7 @@ def quantization_method(config: PreTrainedConfig) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def _quantization_settings(config: PreTrainedConfig) -> Any:
+def quantization_settings(config: PreTrainedConfig) -> Any:
     """What transformers reads about the quantization of a model; None if there is nothing."""
     for part in (config, config.get_text_config()):
         settings = getattr(part, "quantization_config", None)
@@ -375,6 +375,10 @@ def _read_weights(examined: Examined) -> tuple[PreTrainedModel, dict[str, Any]]:
     return model, report
 
 
+_NUM_PREDICTION_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Settings that list prediction layers, also in families for which transformers has none."""
+
+
 def _check_report(name: str, report: dict[str, Any], config: PreTrainedConfig) -> None:
     """Raise ValueError if weights are missing or have the wrong shape; log those left over.
 
@@ -395,9 +399,10 @@ def _check_report(name: str, report: dict[str, Any], config: PreTrainedConfig) -
     text_config = config.get_text_config()
     if text_config is not config:
         unexpected_keys = [key for key in unexpected_keys if _TEXT_PART.search(key)]
-    if getattr(text_config, "num_mtp_layers", None):
+    if any(getattr(text_config, name, None) for name in _NUM_PREDICTION_LAYERS):
+        num_layers = getattr(text_config, "num_hidden_layers", None)
         unexpected_keys = [
-            key for key in unexpected_keys if not is_of_prediction_layer(text_config, key)
+            key for key in unexpected_keys if not is_of_prediction_layer(key, num_layers)
         ]
     if unexpected_keys:
         log.warning(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import struct
 import sys
 from collections.abc import Iterator, Mapping
@@ -59,10 +58,6 @@ _RECORDS = {
 _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
 """Special tokens: their defaults are those of a family's first model, and an embedding never
 trains the row of its padding token."""
-_NAMED_LAYER = re.compile(r"(^|\.)mtp(_layers)?\.")
-"""Names of weights of prediction layers that say so, as mtp.layers.0.eh_proj.weight."""
-NUMBERED_LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
-"""Names of weights of numbered layers: prediction layers follow those of the model."""
 _LOGGERS = ("transformers", "huggingface_hub", "torchao", "torch.utils._pytree", "accelerate")
 """Loggers that write to stderr while models are loaded."""
 
@@ -151,19 +146,6 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
     except (*FOREIGN, struct.error) as error:
         raise ValueError(f"{path} describes no model: {first_line(error)}") from error
     return config
-
-
-def is_of_prediction_layer(config: PreTrainedConfig, name: str) -> bool:
-    """Whether a weight in a checkpoint's files is of a multi-token prediction layer.
-
-    Args:
-        config: of the model's text part.
-    """
-    if _NAMED_LAYER.search(name):
-        return True
-    match = NUMBERED_LAYER.match(name)
-    num_layers = getattr(config, "num_hidden_layers", None)
-    return match is not None and num_layers is not None and int(match[1]) >= num_layers
 
 
 def to_config(values: Mapping[str, Any]) -> PreTrainedConfig:

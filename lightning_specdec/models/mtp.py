@@ -12,13 +12,14 @@ Shapes: B rows, T entries, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors import safe_open
@@ -28,17 +29,26 @@ from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.hub import is_gguf
 from lightning_specdec.models.base import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.loading import quantization_method
+from lightning_specdec.models.loading import quantization_settings
 from lightning_specdec.models.model_config import (
     FOREIGN,
-    NUMBERED_LAYER,
     first_line,
-    is_of_prediction_layer,
     quiet,
     to_config,
     to_values,
 )
-from lightning_specdec.models.safetensors_file import read_header, weight_files
+from lightning_specdec.models.mtp_layout import (
+    BLOCK,
+    SCALE,
+    Layout,
+    attention_kind,
+    default_layout,
+    is_of_prediction_layer,
+    is_shared,
+    layout_of,
+    num_stored_layers,
+)
+from lightning_specdec.models.safetensors_file import StoredTensor, stored_tensors, weight_files
 from lightning_specdec.models.state import KVState, KVStorage, Slots
 
 with quiet():
@@ -58,6 +68,16 @@ _SLIDING = ("sliding_attention", "hybrid_sliding")
 _WITH_CONVOLUTIONS = ("hybrid", "hybrid_sliding")
 """Kinds of layers that also have short convolutions, and positions relative to each row's."""
 _KINDS = (_FULL, *_SLIDING, *_WITH_CONVOLUTIONS)
+_WITHOUT_MEMORY = ("moe", "mlp")
+"""Kinds of blocks that read each token alone."""
+_BLOCK_KINDS = "mtp_layers_block_type"
+"""The setting of Nemotron-H that lists the blocks of a prediction layer."""
+_WITHOUT_POST_NORM = ("ernie4_5_moe",)
+"""Families whose prediction layers end with the decoder layer."""
+_PLAIN_DTYPES = ("F64", "F32", "BF16", "F16", "I64")
+_EIGHT_BIT_FLOATS = ("F8_E4M3", "F8_E5M2")
+_DEFAULT_BLOCK_SHAPE = (128, 128)
+_LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _FIRST_CONVOLUTION = -2
 """Number of the buffer of a first convolution among the layers of a storage; others follow below.
 """
@@ -106,6 +126,48 @@ class _RowCache(StateCache):
         return self.start + layer_idx + 1
 
 
+class _Blocks(nn.Module):
+    """Blocks of a model that make up one prediction layer, as in Nemotron-H.
+
+    Args:
+        config: names the kinds of the blocks of all prediction layers.
+        index: of the prediction layer.
+    """
+
+    block_class: ClassVar[Any]
+
+    def __init__(self, config: PreTrainedConfig, index: int) -> None:
+        super().__init__()
+        num_blocks = len(config.layer_types) // config.num_mtp_layers
+        first = index * num_blocks
+        self.blocks = nn.ModuleList(
+            self.block_class(config, number) for number in range(first, first + num_blocks)
+        )
+
+    def forward(self, hidden: Float[Tensor, "B T D"], **options: Any) -> Float[Tensor, "B T D"]:
+        for block in self.blocks:
+            hidden = block(hidden, **options)
+        return hidden
+
+
+def _kinds(config: PreTrainedConfig, num_layers: int) -> list[str]:
+    """The kind of the attention of each prediction layer.
+
+    Raises:
+        ValueError: a kind that these layers cannot have here.
+    """
+    kinds = list(getattr(config, "layer_types", None) or [_FULL] * num_layers)
+    if getattr(config, _BLOCK_KINDS, None) is not None:
+        # A block without attention needs no mask.
+        kinds = [kind for kind in kinds if kind not in _WITHOUT_MEMORY]
+    other_kinds = sorted({*kinds} - {*_KINDS})
+    if other_kinds:
+        raise ValueError(f"prediction layers of the kind {other_kinds[0]} are not supported")
+    if len(kinds) != num_layers:
+        raise ValueError("prediction layers with several or no attentions are not supported")
+    return kinds
+
+
 class MtpNetwork(nn.Module):
     """The multi-token prediction layers of a checkpoint.
 
@@ -127,10 +189,7 @@ class MtpNetwork(nn.Module):
         rotary_settings = getattr(self.config, "rope_parameters", None) or {}
         self.has_rotary_kinds = bool(self.config.nested_rope_parameter_keys(rotary_settings))
         """Whether the rotary positions depend on the kind of the layer."""
-        self.kinds = list(getattr(self.config, "layer_types", None) or [_FULL] * len(self.layers))
-        other_kinds = sorted({*self.kinds} - {*_KINDS})
-        if other_kinds:
-            raise ValueError(f"prediction layers of the kind {other_kinds[0]} are not supported")
+        self.kinds = _kinds(self.config, len(self.layers))
         self.reads_rows = any(kind in _WITH_CONVOLUTIONS for kind in self.kinds)
         """Whether each row is read in a separate call."""
         self._cache_name = cache_name(type(self.layers[0]).forward) or "past_key_values"
@@ -291,10 +350,10 @@ def new_mtp(target: HuggingFaceLM, num_layers: int) -> MtpNetwork:
     """Prediction layers of this target with random weights, on its device.
 
     Raises:
-        ValueError: the target's family has none in transformers.
+        ValueError: none can be built from the decoder layers of the target's family.
     """
-    config = _completed(target.config, num_layers)
     try:
+        config = _completed(target.config, num_layers)
         network = MtpNetwork(_build(target.model, config, num_layers))
     except FOREIGN as error:
         raise ValueError(
@@ -309,17 +368,44 @@ def new_mtp(target: HuggingFaceLM, num_layers: int) -> MtpNetwork:
     return network.to(target.device)
 
 
-def _completed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+def _completed(
+    config: PreTrainedConfig,
+    num_layers: int,
+    kinds: Mapping[str, Sequence[str]] | None = None,
+) -> PreTrainedConfig:
     """A copy of a config that also describes its prediction layers.
 
-    Where it does not say of which kind they are, they are of that of the model's last layer.
+    Args:
+        kinds: of the layers, by the setting of the model's layers that lists them. Where neither
+            they nor the config say it, layers are like the last one of the model that can draft.
     """
     completed = deepcopy(config)
     completed.num_mtp_layers = num_layers
+    block_kinds = getattr(completed, _BLOCK_KINDS, None)
     for name in ("layer_types", "mlp_layer_types"):
-        kinds = getattr(completed, name, None)
-        if kinds and getattr(completed, f"mtp_{name}", None) is None:
-            setattr(completed, f"mtp_{name}", [kinds[-1]] * num_layers)
+        model_kinds = getattr(completed, name, None)
+        # Some families compute the kinds of their prediction layers from other settings.
+        is_computed = isinstance(getattr(type(completed), f"mtp_{name}", None), property)
+        if not model_kinds or is_computed:
+            continue
+        if name == "layer_types" and block_kinds is not None:
+            completed.mtp_layer_types = list(block_kinds) * num_layers
+        elif kinds is not None and name in kinds:
+            setattr(completed, f"mtp_{name}", list(kinds[name]))
+        elif getattr(completed, f"mtp_{name}", None) is None:
+            usable_kinds = [kind for kind in model_kinds if name != "layer_types" or kind in _KINDS]
+            last_kind = [*model_kinds[-1:], *usable_kinds][-1]
+            setattr(completed, f"mtp_{name}", [last_kind] * num_layers)
+
+    # Layers are counted from 0, and experts are in every one of them.
+    if hasattr(completed, "mlp_only_layers"):
+        completed.mlp_only_layers = []
+        completed.decoder_sparse_step = 1
+    if completed.model_type in _WITHOUT_POST_NORM:
+        completed.chain_hidden_post_norm = False
+        completed.moe_layer_start_index = num_layers
+    if getattr(completed, "rms_norm_eps", None) is None:
+        completed.rms_norm_eps = getattr(completed, "layer_norm_epsilon", None)
     return completed
 
 
@@ -344,7 +430,13 @@ def from_values(values: Mapping[str, Any], num_layers: int) -> MtpNetwork:
     Raises:
         ValueError: the values describe no model with prediction layers.
     """
-    config = _completed(to_config(values), num_layers)
+    described_config = to_config(values)
+    kinds = {}
+    for name in ("layer_types", "mlp_layer_types"):
+        # They are those of the prediction layers.
+        if getattr(described_config, name, None):
+            kinds[name] = getattr(described_config, name)
+    config = _completed(described_config, num_layers, kinds)
     try:
         # Only the classes of this model's layers are needed.
         with torch.device("meta"):
@@ -363,10 +455,112 @@ def _embeddings(target: HuggingFaceLM, tokens: Int[Tensor, "B T"]) -> Float[Tens
 
 
 def num_mtp_layers(target: LanguageModel) -> int:
-    """How many prediction layers the config of a target lists; 0 if transformers builds none."""
+    """How many prediction layers the config of a target lists; 0 if it does not list any."""
     if not isinstance(target, HuggingFaceLM):
         return 0
     return int(getattr(target.config, "num_mtp_layers", None) or 0)
+
+
+@dataclass(frozen=True)
+class StoredLayers:
+    """The prediction layers in a checkpoint's files.
+
+    Args:
+        weights: of these layers, by name.
+        others: shapes of all other weights, by name.
+        num_listed: how many layers the config lists; 0 if transformers does not build them.
+    """
+
+    directory: Path
+    config: PreTrainedConfig
+    weights: Mapping[str, StoredTensor]
+    others: Mapping[str, list[int]]
+    num_listed: int
+
+    @property
+    def layout(self) -> Layout:
+        """The names of their weights.
+
+        Raises:
+            ValueError: there are layers under other names than those of any known family.
+        """
+        num_blocks = len(getattr(self.config, _BLOCK_KINDS, None) or [_FULL])
+        layout = layout_of(self.weights, num_blocks)
+        if layout is None:
+            raise ValueError(f"the form of these layers is not known (as {min(self.weights)})")
+        return layout
+
+    @property
+    def num_layers(self) -> int:
+        return self.num_listed or num_stored_layers(self.weights, self.layout, self._first_number)
+
+    @property
+    def _first_number(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    def by_path(self) -> dict[str, str]:
+        """Names of the weights, by the names that transformers reads them under.
+
+        These are those of further layers of the model, whose layout transformers converts.
+        """
+        layout = self.layout
+        names = {}
+        for name in self.weights:
+            if is_shared(name):
+                continue
+            path = layout.path(name, self.num_layers, self._first_number)
+            readable_name = name
+            if path is not None:
+                index, weight_name = path
+                weight_name = weight_name.removeprefix(f"{BLOCK}.")
+                readable_name = f"model.layers.{self._first_number + index}.{weight_name}"
+            names[readable_name] = name
+        return names
+
+    def completed_config(self, num_layers: int) -> PreTrainedConfig:
+        """The config of the model with the kinds of these layers.
+
+        Where the config does not list them, they follow from the names and shapes of the weights.
+        """
+        layout = self.layout
+        layers: list[dict[str, list[int]]] = [{} for _ in range(num_layers)]
+        for name, weight in self.weights.items():
+            path = layout.path(name, num_layers, self._first_number)
+            if path is not None:
+                index, weight_name = path
+                layers[index][weight_name.removeprefix(f"{BLOCK}.")] = weight.shape
+
+        kinds = {}
+        has_kinds = bool(getattr(self.config, "layer_types", None))
+        if has_kinds and getattr(self.config, "mtp_layer_types", None) is None:
+            kinds["layer_types"] = [
+                attention_kind(self.config, layer, self.others) for layer in layers
+            ]
+        if getattr(self.config, "mtp_mlp_layer_types", None) is None:
+            kinds["mlp_layer_types"] = [
+                "sparse" if any("experts" in name for name in layer) else "dense"
+                for layer in layers
+            ]
+        return _completed(self.config, num_layers, kinds)
+
+
+def find_layers(target: HuggingFaceLM) -> StoredLayers | None:
+    """The prediction layers in the checkpoint of a target; None if there are none."""
+    directory = _directory(target)
+    if directory is None:
+        return None
+    num_layers = getattr(target.config, "num_hidden_layers", None)
+    weights: dict[str, StoredTensor] = {}
+    others: dict[str, list[int]] = {}
+    for path in weight_files(directory):
+        for name, weight in stored_tensors(path).items():
+            if is_of_prediction_layer(name, num_layers):
+                weights[name] = weight
+            else:
+                others[name] = weight.shape
+    if not weights:
+        return None
+    return StoredLayers(directory, target.config, weights, others, num_mtp_layers(target))
 
 
 def reason_against_mtp(target: LanguageModel) -> str | None:
@@ -379,45 +573,45 @@ def reason_against_mtp(target: LanguageModel) -> str | None:
             f"{type(target.model).__name__} was not loaded from a checkpoint in safetensors files, "
             "so there are no multi-token prediction layers to load"
         )
-    names = stored_names(target, directory)
-    if not names:
+    layers = find_layers(target)
+    if layers is None:
         return f"{directory} holds no multi-token prediction layers"
-    if num_mtp_layers(target) == 0:
-        return ignored_layers(target)
-    method = quantization_method(target.model.config)
-    if method is not None:
+    try:
+        _check_form(layers, target)
+    except FOREIGN as error:
         return (
-            f"the multi-token prediction layers of {directory} are quantized (by {method}), and "
-            "only plain ones are read"
+            f"the multi-token prediction layers of {directory} cannot be used: {first_line(error)}"
         )
     return None
 
 
-def ignored_layers(target: LanguageModel) -> str | None:
-    """Names the prediction layers that a checkpoint has and transformers does not build.
+def _check_form(layers: StoredLayers, target: HuggingFaceLM) -> None:
+    """Raise an error unless layers of this form can be built, and their weights can be read."""
+    for name, weight in layers.weights.items():
+        is_scaled = weight.dtype in _EIGHT_BIT_FLOATS and name + SCALE in layers.weights
+        if weight.dtype not in _PLAIN_DTYPES and not is_scaled:
+            raise ValueError(
+                f"they are quantized ({name} is stored as {weight.dtype}), and only plain weights "
+                f"and 8-bit floats with a {SCALE[1:]} are read"
+            )
+    with quiet():
+        MtpNetwork(_build_empty(layers, target, layers.num_layers))
 
-    None if there are none.
+
+def unusable_layers(target: LanguageModel) -> str | None:
+    """Why the prediction layers in a target's checkpoint cannot draft.
+
+    None if they can, or there are none.
     """
-    if not isinstance(target, HuggingFaceLM) or num_mtp_layers(target) > 0:
+    if not isinstance(target, HuggingFaceLM) or find_layers(target) is None:
         return None
-    directory = _directory(target)
-    names = [] if directory is None else stored_names(target, directory)
-    if not names:
-        return None
-    name = type(target.model).__name__
-    return (
-        f"{directory} holds multi-token prediction layers (as {names[0]}) that transformers "
-        f"does not build for {name}, so they are not used"
-    )
+    return reason_against_mtp(target)
 
 
-def stored_names(target: HuggingFaceLM, directory: Path) -> list[str]:
-    """Names of the weights of prediction layers in a checkpoint's files, sorted."""
-    names: list[str] = []
-    for file in weight_files(directory):
-        _, shapes = read_header(file)
-        names += [name for name in shapes if is_of_prediction_layer(target.config, name)]
-    return sorted(names)
+def count_stored_layers(target: LanguageModel) -> int:
+    """How many prediction layers there are in a target's checkpoint."""
+    layers = find_layers(target) if isinstance(target, HuggingFaceLM) else None
+    return 0 if layers is None else layers.num_layers
 
 
 def _directory(target: HuggingFaceLM) -> Path | None:
@@ -446,18 +640,17 @@ def load_mtp(target: LanguageModel, num_layers: int | None = None) -> MtpNetwork
     if reason is not None:
         raise ValueError(f"{reason}: use another drafter")
     assert isinstance(target, HuggingFaceLM)
-    directory = _directory(target)
-    assert directory is not None
+    layers = find_layers(target)
+    assert layers is not None
 
-    num_stored = num_mtp_layers(target)
+    num_stored = layers.num_layers
     if num_layers is not None and num_layers > num_stored:
         raise ValueError(f"num_layers must be from 1 to {num_stored}, got {num_layers}")
+    directory = layers.directory
     try:
         with quiet(), Activity(f"reading the multi-token prediction layers of {directory}"):
-            model = _build(
-                target.model, target.config, num_layers or num_stored, dtype=target.dtype
-            )
-            _load_weights(model, target, directory)
+            model = _build_empty(layers, target, num_layers or num_stored)
+            _load_weights(model, target, layers)
             network = MtpNetwork(model)
     except FOREIGN as error:
         raise ValueError(
@@ -466,6 +659,12 @@ def load_mtp(target: LanguageModel, num_layers: int | None = None) -> MtpNetwork
         ) from error
     # Some weights keep float32, whatever the dtype of the others.
     return network.to(target.device).eval()
+
+
+def _build_empty(layers: StoredLayers, target: HuggingFaceLM, num_layers: int) -> Any:
+    """The form of prediction layers in a checkpoint, without memory for their weights."""
+    config = layers.completed_config(num_layers)
+    return _build(target.model, config, num_layers, dtype=target.dtype)
 
 
 class _MainModel:
@@ -478,13 +677,36 @@ class _MainModel:
         self.config = config
         self.lm_head = nn.Identity()
         decoder: Any = model.get_decoder()
-        self._decoder = SimpleNamespace(layers=decoder.layers)
+        layers = _example_layers([*decoder.layers], config)
+        self._decoder = SimpleNamespace(layers=layers)
 
     def get_decoder(self) -> SimpleNamespace:
         return self._decoder
 
     def get_input_embeddings(self) -> nn.Module:
         return nn.Identity()
+
+
+def _example_layers(layers: Sequence[nn.Module], config: PreTrainedConfig) -> list[nn.Module]:
+    """Layers of a model, of which the last has the classes that prediction layers have.
+
+    transformers takes the class of norms from the first one within this layer, which may be a
+    special one in layers of another kind.
+    """
+    if getattr(config, _BLOCK_KINDS, None) is not None:
+        block_class = type(layers[-1])
+        blocks = type("Blocks", (_Blocks,), {"block_class": block_class})
+        # Only its class and the norm of a block are read.
+        example: Any = nn.Module.__new__(blocks)
+        nn.Module.__init__(example)
+        example.blocks = nn.ModuleList(layers[-1:])
+        return [example]
+    kinds = getattr(config, "layer_types", None) or []
+    wanted_kinds = getattr(config, "mtp_layer_types", None) or []
+    for layer, kind in reversed([*zip(layers, kinds, strict=False)]):
+        if kind in wanted_kinds:
+            return [layer]
+    return list(layers)
 
 
 def _build(
@@ -520,11 +742,11 @@ def _build(
         return MtpModel(main_model, num_layers)
 
 
-def _load_weights(model: Any, target: HuggingFaceLM, directory: Path) -> None:
+def _load_weights(model: Any, target: HuggingFaceLM, layers: StoredLayers) -> None:
     """Read the weights of the layers, under the names that the checkpoint has for them.
 
     Raises:
-        ValueError: weights are missing or have another shape.
+        ValueError: weights are missing, have another shape, or have no place in the layers.
     """
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -534,65 +756,62 @@ def _load_weights(model: Any, target: HuggingFaceLM, directory: Path) -> None:
         device_map={"": target.device},
         dtype=target.dtype,
     )
+    block_shape = _block_shape(target.model.config)
     with ExitStack() as files:
+        opened: dict[Path, Any] = {}
+        for weight in layers.weights.values():
+            if weight.path not in opened:
+                opened[weight.path] = files.enter_context(safe_open(weight.path, framework="pt"))
         # Slices of open files: a weight is read when it is converted.
         stored: dict[str, Any] = {}
-        for path in weight_files(directory):
-            file = files.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118 (the file object is not iterable)
-                if is_of_prediction_layer(target.config, name):
-                    stored[name] = file.get_slice(name)
+        for readable_name, name in layers.by_path().items():
+            weight = layers.weights[name]
+            scale = layers.weights.get(name + SCALE)
+            if name.endswith(SCALE):
+                continue
+            if scale is None:
+                stored[readable_name] = opened[weight.path].get_slice(name)
+                continue
+            stored[readable_name] = dequantized(
+                opened[weight.path].get_tensor(name),
+                opened[scale.path].get_tensor(name + SCALE),
+                block_shape,
+                target.dtype,
+            )
         report, _ = convert_and_load_state_dict_in_model(model, stored, config)
 
     problems = [*sorted(report.missing_keys), *sorted(report.mismatched_keys, key=str)]
     if problems:
         raise ValueError(f"they lack {problems[0]} ({len(problems)} in all)")
+    unexpected_keys = sorted(report.unexpected_keys)
+    # Where transformers describes the layers, what it ignores is of no use.
+    if unexpected_keys and layers.num_listed == 0:
+        raise ValueError(
+            f"they are not like the layers of {type(target.model).__name__}, which have no "
+            f"{unexpected_keys[0]}"
+        )
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Names of the weights of prediction layers in a checkpoint.
+def dequantized(
+    weight: Tensor,
+    scale: Tensor,
+    block_shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """A weight of 8-bit floats times the scale of each block of rows and columns."""
+    if scale.dim() >= 2:
+        for axis in (-2, -1):
+            # Blocks at the end may be cut off.
+            scale = scale.repeat_interleave(block_shape[axis], dim=axis)
+            scale = scale.narrow(axis, 0, weight.shape[axis])
+    return (weight.float() * scale.float()).to(dtype)
 
-    Args:
-        block: prefix of the weights of decoder layer `index`, which would be layer `number` of the
-            model.
-        modules: names of the modules around a decoder layer.
-    """
 
-    block: str
-    modules: dict[str, str]
-
-
-_NUMBERED = _Layout(
-    "model.layers.{number}.",
-    {
-        "enorm": "model.layers.{number}.enorm",
-        "hnorm": "model.layers.{number}.hnorm",
-        "eh_proj": "model.layers.{number}.eh_proj",
-        "post_norm": "model.layers.{number}.shared_head.norm",
-    },
-)
-"""The layout of DeepSeek-V3 and most others."""
-_SINGLE = _Layout(
-    "mtp.layers.{index}.",
-    {
-        "enorm": "mtp.pre_fc_norm_embedding",
-        "hnorm": "mtp.pre_fc_norm_hidden",
-        "eh_proj": "mtp.fc",
-        "post_norm": "mtp.norm",
-    },
-)
-"""The layout of Mellum, which has one layer."""
-_NESTED = _Layout(
-    "model.mtp.layers.{index}.transformer_block.",
-    {
-        "enorm": "model.mtp.layers.{index}.embed_norm",
-        "hnorm": "model.mtp.layers.{index}.hidden_norm",
-        "eh_proj": "model.mtp.layers.{index}.input_proj",
-    },
-)
-"""The layout of Inkling."""
-_SHARED_NORM = "model.mtp.chain_norm.weight"
+def _block_shape(config: PreTrainedConfig) -> Sequence[int]:
+    """Rows and columns of a block of 8-bit floats that share a scale."""
+    settings = quantization_settings(config)
+    values = settings if isinstance(settings, dict) else vars(settings or SimpleNamespace())
+    return values.get("weight_block_size") or _DEFAULT_BLOCK_SHAPE
 
 
 def stored_weights(network: MtpNetwork, target: HuggingFaceLM) -> dict[str, Tensor]:
@@ -603,37 +822,36 @@ def stored_weights(network: MtpNetwork, target: HuggingFaceLM) -> dict[str, Tens
     from transformers.core_model_loading import revert_weight_conversion
 
     layout = _layout(target)
-    num_layers = int(target.config.num_hidden_layers)
+    num_model_layers = int(target.config.num_hidden_layers)
     stored: dict[str, Tensor] = {}
     blocks: dict[str, Tensor] = {}
     for index, layer in enumerate(network.layers):
-        places = {"index": index, "number": num_layers + index}
-        for name, module_name in layout.modules.items():
-            module: Any = getattr(layer, name)
-            if module is not None:
-                stored[f"{module_name.format(**places)}.weight"] = module.weight
-        # Named like further layers of the model, whose layout transformers knows.
-        block: Any = layer.mtp_block
-        for name, weight in block.state_dict().items():
-            blocks[f"model.layers.{num_layers + index}.{name}"] = weight
+        for name, weight in layer.state_dict().items():
+            if name.startswith(f"{BLOCK}."):
+                # Named like further layers of the model, whose layout transformers knows.
+                block_name = name.removeprefix(f"{BLOCK}.")
+                blocks[f"model.layers.{num_model_layers + index}.{block_name}"] = weight
+            else:
+                stored[layout.stored_name(index, name, num_model_layers)] = weight
     if network.shared_norm is not None:
+        assert layout.shared_norm is not None
         shared_norm: Any = network.shared_norm
-        stored[_SHARED_NORM] = shared_norm.weight
+        stored[layout.shared_norm] = shared_norm.weight
 
     for name, weight in revert_weight_conversion(target.model, blocks).items():
-        match = NUMBERED_LAYER.match(name)
+        match = _LAYER_NUMBER.search(name)
         assert match is not None, f"{name} is of no layer"
-        number = int(match[1])
-        prefix = layout.block.format(index=number - num_layers, number=number)
-        stored[prefix + name[match.end() :]] = weight
+        index = int(match[1]) - num_model_layers
+        path = f"{BLOCK}.{name[match.end() :]}"
+        stored[layout.stored_name(index, path, num_model_layers)] = weight
     return {name: weight.detach().contiguous() for name, weight in stored.items()}
 
 
-def _layout(target: HuggingFaceLM) -> _Layout:
-    """The layout that transformers leaves out when it loads the model."""
+def _layout(target: HuggingFaceLM) -> Layout:
+    """The layout of the layers in the target's checkpoint, or else that of its family."""
+    layers = find_layers(target)
+    if layers is not None:
+        return layers.layout
+    block_kinds = getattr(target.config, _BLOCK_KINDS, None)
     patterns = getattr(target.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    if any("model" in pattern and "mtp" in pattern for pattern in patterns):
-        return _NESTED
-    if any("mtp" in pattern for pattern in patterns):
-        return _SINGLE
-    return _NUMBERED
+    return default_layout(target.config.model_type, patterns, len(block_kinds or [_FULL]))

@@ -158,9 +158,9 @@ def single_file_sha256(directory: Path) -> str:
     files = weight_files(directory)
     if is_gguf(directory):
         return weights_sha256(directory)
-    tensors: dict[str, _StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in files:
-        tensors.update(_stored_tensors(path))
+        tensors.update(stored_tensors(path))
     names = sorted(tensors, key=lambda name: (tensors[name].dtype_rank, name))
     header = _single_file_header({name: tensors[name] for name in names})
 
@@ -178,7 +178,7 @@ def single_file_sha256(directory: Path) -> str:
 
 
 @dataclass(frozen=True)
-class _StoredTensor:
+class StoredTensor:
     """A tensor's bytes within a safetensors file."""
 
     path: Path
@@ -207,7 +207,7 @@ class _StoredTensor:
                 num_bytes_left -= len(chunk)
 
 
-def _stored_tensors(path: Path) -> dict[str, _StoredTensor]:
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return a file's tensors by name."""
     # Checks that the header is valid and fits the file.
     read_header(path)
@@ -221,7 +221,7 @@ def _stored_tensors(path: Path) -> dict[str, _StoredTensor]:
     tensors = {}
     for name, description in header.items():
         start, end = description["data_offsets"]
-        tensors[name] = _StoredTensor(
+        tensors[name] = StoredTensor(
             path=path,
             dtype=description["dtype"],
             shape=description["shape"],
@@ -231,7 +231,7 @@ def _stored_tensors(path: Path) -> dict[str, _StoredTensor]:
     return tensors
 
 
-def _single_file_header(tensors: dict[str, _StoredTensor]) -> bytes:
+def _single_file_header(tensors: dict[str, StoredTensor]) -> bytes:
     """Return the bytes before the weights in a file with these tensors in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
