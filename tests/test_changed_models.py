@@ -362,6 +362,8 @@ def test_an_adapter_counts_wherever_it_is(modules: tuple[str, ...]) -> None:
     model, adapted = with_adapter(modules)
     with adapted.disable_adapter():
         plain_tokens = reference(model)
+    # The model as it was before PEFT.
+    assert plain_tokens == unchanged_tokens()
     pair = Decoders(model, adapted)
     adapter_tokens = pair.check()
     assert adapter_tokens != plain_tokens
@@ -370,6 +372,39 @@ def test_an_adapter_counts_wherever_it_is(modules: tuple[str, ...]) -> None:
         assert pair.check() == plain_tokens
         assert through_generate(adapted) == plain_tokens
     assert pair.check() == adapter_tokens
+
+
+def test_a_decoder_made_without_the_adapter_has_it_afterwards() -> None:
+    """Each way to pass the model, also if an error ends the time without the adapter."""
+    model, adapted = with_adapter(("q_proj", "down_proj", "lm_head"))
+    adapter_tokens = reference(adapted)
+    assert adapter_tokens != unchanged_tokens()
+    options: dict[str, Any] = {"max_new_tokens": NUM_NEW}
+    for form in (model, adapted):
+        with pytest.raises(KeyError), adapted.disable_adapter():
+            decoder = SpeculativeDecoder(form)
+            assert decoder.decode(PROMPTS, **options).tokens == unchanged_tokens()
+            raise KeyError("ends the context")
+        assert decoder.decode(PROMPTS, **options).tokens == adapter_tokens
+        assert decoder.decode_standard(PROMPTS, **options).tokens == adapter_tokens
+
+
+def test_an_adapter_of_the_draft_is_disabled_and_enabled_with_it() -> None:
+    """As a draft of the model without an adapter, it is always right only while it is disabled."""
+    _, adapted = with_adapter()
+    target = model_of()
+    decoder = SpeculativeDecoder(target, adapted)
+
+    def acceptance_rate() -> float:
+        result = decoder.decode(PROMPTS, max_new_tokens=NUM_NEW, num_draft_tokens=2)
+        assert result.tokens == unchanged_tokens()
+        assert result.acceptance_rate is not None
+        return result.acceptance_rate
+
+    assert acceptance_rate() < 1
+    with adapted.disable_adapter():
+        assert acceptance_rate() == 1
+    assert acceptance_rate() < 1
 
 
 def test_an_adapter_counts_once_it_is_added() -> None:

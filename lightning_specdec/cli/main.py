@@ -20,6 +20,7 @@ from lightning_specdec import __version__
 from lightning_specdec.cli.common import set_up_logs
 from lightning_specdec.cli.options import KINDS, Parser, UsageError, kind_help
 from lightning_specdec.config.activity import Reporter
+from lightning_specdec.config.memory import is_out_of_memory
 from lightning_specdec.config.settings import nearest
 from lightning_specdec.config.terminal import one_line, say
 
@@ -37,6 +38,8 @@ VERBS = (
     "export",
 )
 
+_MOST_CHARACTERS = 200
+"""Of an allocator's message."""
 EXIT_OK = 0
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -70,14 +73,10 @@ def main() -> None:
         say(f"error: {_error_text(error)}", file=sys.stderr)
         exit_code = EXIT_USER_ERROR
     except Exception as error:
-        location = _user_code_of(error)
-        if location is None or shows_traceback:
+        text = _failure_text(error)
+        if text is None or shows_traceback:
             raise
-        say(
-            f"error: {location}: {type(error).__name__}: {one_line(error)} "
-            "(--debug shows the traceback)",
-            file=sys.stderr,
-        )
+        say(f"error: {text} (--debug shows the traceback)", file=sys.stderr)
         exit_code = EXIT_USER_ERROR
     except KeyboardInterrupt:
         # The terminal has echoed ^C.
@@ -93,6 +92,17 @@ def _error_text(error: ValueError | OSError) -> str:
             return error.strerror
         return f"{error.filename}: {error.strerror}"
     return one_line(error)
+
+
+def _failure_text(error: Exception) -> str | None:
+    """One line about a lack of memory or an error in the user's own code; None for other errors."""
+    if is_out_of_memory(error):
+        reason = one_line(error)[:_MOST_CHARACTERS]
+        return f"out of memory ({reason}): use smaller batches, shorter texts, or a smaller model"
+    location = _user_code_of(error)
+    if location is None:
+        return None
+    return f"{location}: {type(error).__name__}: {one_line(error)}"
 
 
 def _user_code_of(error: Exception) -> str | None:

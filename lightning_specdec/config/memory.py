@@ -132,6 +132,16 @@ def require_memory(what: str, needed: int, device: str) -> None:
         )
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory could not be allocated.
+
+    On a CPU, torch raises a RuntimeError that only its text distinguishes.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
 def gigabytes(count: int) -> str:
     """Format bytes for a reader, in units of 10^9 or 10^6."""
     if count >= 1e9:

@@ -21,7 +21,7 @@ import openvino as ov
 import torch
 from torch import Tensor
 
-from lightning_specdec.models.state import DecodeState, RowCopy
+from lightning_specdec.models.state import DecodeState, RowCopy, for_keys_and_values
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -208,7 +208,9 @@ class PagedState(DecodeState):
 
         # One allocation for all layers: the system clears its pages only when they are first used.
         buffer_lengths = [math.prod(shape) for shape in shapes]
-        memory = torch.zeros(sum(buffer_lengths), dtype=dtype)
+        num_values = sum(buffer_lengths)
+        with for_keys_and_values(batch_size, max_slots, num_values, dtype):
+            memory = torch.zeros(num_values, dtype=dtype)
         parts = memory.split(buffer_lengths)
         buffers = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self._use(buffers)

@@ -7,9 +7,11 @@ row's state or head, H heads.
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_specdec.config.memory import gigabytes, is_out_of_memory
 from lightning_specdec.models.graphs import SPAN_STEP, GraphCache
 
 if TYPE_CHECKING:
@@ -418,7 +421,9 @@ class KVStorage:
         # Zeros, not empty: a NaN in a masked slot would still poison attention through 0 * NaN.
         _, num_heads, _, size = like.shape
         batch_size = len(self.rows)
-        return like.new_zeros(batch_size, num_heads, self.num_slots, size)
+        shape = (batch_size, num_heads, self.num_slots, size)
+        with for_keys_and_values(batch_size, self.num_slots, math.prod(shape), like.dtype):
+            return like.new_zeros(shape)
 
     def mask(self, slots: Slots, window: int | None = None) -> Bool[Tensor, "B T S"]:
         """True where a query attends: to its own position and those before, only the last `window`
@@ -432,6 +437,31 @@ class KVStorage:
         if window is None:
             return attends
         return attends & (keys > queries - window)
+
+
+@contextmanager
+def for_keys_and_values(
+    batch_size: int,
+    num_slots: int,
+    num_values: int,
+    dtype: torch.dtype,
+) -> Iterator[None]:
+    """Raise ValueError if a buffer cannot be allocated.
+
+    Args:
+        num_values: numbers in the buffer.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        plural = "" if batch_size == 1 else "s"
+        raise ValueError(
+            f"not enough memory for the keys and values of {batch_size} text{plural} with up to "
+            f"{num_slots} tokens: a buffer of {gigabytes(num_values * dtype.itemsize)} could not "
+            "be allocated: decode fewer or shorter texts at once"
+        ) from error
 
 
 def next_span(num_slots: int) -> int:
