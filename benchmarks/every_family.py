@@ -32,9 +32,17 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 import lightning_specdec
@@ -68,6 +76,10 @@ PROMPTS = [
     [7, 21, 9, 40, 7, 21, 9, 40, 7],
     [11, 52, 3, 90, 64, 11, 52, 3, 77, 101, 23, 11, 52, 3, 90, 64, 8, 15, 120, 45, 23, 11, 52, 99],
 ]
+
+WITH_IMAGES = " with images"
+"""End of the name of a family that also reads images, which is examined with texts."""
+NO_SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 
 Row = dict[str, Any]
 
@@ -106,10 +118,22 @@ def main() -> None:
 
 
 def all_families() -> list[str]:
-    """The causal families of the installed transformers, and the variants of some."""
+    """The causal families of the installed transformers, and the variants of some.
+
+    Those that also read images are at the end.
+    """
     left_out = {name for names in SETTINGS["left_out"].values() for name in names}
     families = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in left_out]
-    return [*families, *SETTINGS["variants"]]
+
+    lists = SETTINGS["with_images"]["left_out"].values()
+    left_out = {name for names in lists for name in names}
+    causal_classes = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    with_images = []
+    for name, class_name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
+        # Some are among the causal families already.
+        if name not in left_out and class_name not in causal_classes:
+            with_images.append(name + WITH_IMAGES)
+    return [*families, *SETTINGS["variants"], *with_images]
 
 
 def read_rows(path: Path) -> dict[str, Row]:
@@ -259,15 +283,18 @@ def varied_model(name: str) -> tuple[PreTrainedModel, list[list[int]]]:
 def build(name: str, seed: int, sharpness: float = SHARPNESS[0]) -> PreTrainedModel:
     """A random model of a family or of a variant, in float32."""
     variant = SETTINGS["variants"].get(name, {})
-    family = variant.get("family", name)
-    config = config_of(family, variant.get("settings", {}))
+    auto_class: Any = AutoModelForCausalLM
+    if name.endswith(WITH_IMAGES):
+        auto_class = AutoModelForImageTextToText
+        config = config_with_images(name.removesuffix(WITH_IMAGES))
+    else:
+        family = variant.get("family", name)
+        config = config_of(family, variant.get("settings", {}))
     options = {}
     if "attention" in variant:
         options["attn_implementation"] = variant["attention"]
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, **options
-    )
+    model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32, **options)
     model.eval()
     sharpen(model, sharpness, seed)
     forget_special_tokens(model)
@@ -284,9 +311,7 @@ def config_of(family: str, settings: Mapping[str, Any]) -> Any:
         text_config = {
             "model_type": inner_family,
             **sizes_of(CONFIG_MAPPING[inner_family], inner_settings),
-            "pad_token_id": 0,
-            "bos_token_id": None,
-            "eos_token_id": None,
+            **NO_SPECIAL_TOKENS,
             **nested.get("inner", {}),
         }
         values = {nested["field"]: text_config, **nested.get("outer", {}), **settings}
@@ -302,19 +327,59 @@ def config_of(family: str, settings: Mapping[str, Any]) -> Any:
     return config_class(**{**values, **sizes_of(config_class, own_settings)})
 
 
+def config_with_images(family: str) -> Any:
+    """The config of a tiny model of a family that also reads images."""
+    config_class = CONFIG_MAPPING[family]
+    settings = dict(SETTINGS["with_images"]["families"].get(family, {}))
+    values: dict[str, Any] = {}
+    for part in config_class.sub_configs:
+        part_settings = settings.pop(part, {})
+        part_class = class_of_part(config_class, part, part_settings)
+        if part == "text_config":
+            own_settings = SETTINGS["families"].get(part_class.model_type, {})
+            sizes = sizes_of(part_class, {**own_settings, **part_settings})
+            values[part] = {**NO_SPECIAL_TOKENS, **sizes}
+        else:
+            values[part] = sizes_of(part_class, part_settings, SETTINGS["with_images"]["sizes"])
+        values[part].setdefault("model_type", part_class.model_type)
+
+    # The tokens of images are the last ones of the vocabulary.
+    names = setting_names(config_class)
+    for name, value in SETTINGS["with_images"]["tokens"].items():
+        if name in names:
+            values[name] = value
+    if "tie_word_embeddings" in names:
+        values["tie_word_embeddings"] = False
+    return config_class(**{**values, **settings})
+
+
+def class_of_part(config_class: Any, part: str, settings: Mapping[str, Any]) -> Any:
+    """The class of a part of a config: the named one, or else that of the default."""
+    if "model_type" in settings:
+        return CONFIG_MAPPING[settings["model_type"]]
+    part_class = config_class.sub_configs[part]
+    if part_class is not AutoConfig:
+        return part_class
+    return type(getattr(config_class(), part))
+
+
 def setting_names(config_class: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(config_class)} | set(
         config_class.attribute_map
     )
 
 
-def sizes_of(config_class: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def sizes_of(
+    config_class: Any,
+    settings: Mapping[str, Any],
+    all_sizes: Mapping[str, Any] = SETTINGS["sizes"],
+) -> dict[str, Any]:
     """The small sizes of the settings that a config has, and these settings.
 
     Many configs have two names for one setting. Then the given one counts, or else the config's.
     """
     names = setting_names(config_class)
-    sizes = {name: value for name, value in SETTINGS["sizes"].items() if name in names}
+    sizes = {name: value for name, value in all_sizes.items() if name in names}
     for alias, name in config_class.attribute_map.items():
         size = sizes.pop(alias, None)
         if size is not None and name in names:

@@ -219,7 +219,7 @@ def test_an_int8_copy_is_a_good_draft_and_changes_nothing(family: str) -> None:
         (
             "gemma3_text",
             {"num_hidden_layers": 1, "use_bidirectional_attention": True},
-            "decoder-only",
+            "attend to later ones",
         ),
         ("llama", {"_attn_implementation": "flex_attention"}, "runs on flex_attention"),
     ],

@@ -403,15 +403,15 @@ def test_a_checkpoint_without_layers_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_layers_of_an_unknown_form_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mtp_dspark.0.gate.weight", "model.mtp_layers.0.eh_proj.weight"])
+def test_layers_of_an_unknown_form_are_named(name: str, tmp_path: Path) -> None:
     path = tmp_path / "qwen3"
     write(path, "qwen3")
     file = path / "model.safetensors"
-    extra = {"mtp_dspark.0.gate.weight": torch.zeros(2, 2)}
-    save_file({**load_file(file), **extra}, file, {"format": "pt"})
+    save_file({**load_file(file), name: torch.zeros(2, 2)}, file, {"format": "pt"})
     assert _refusal(path).startswith(
         f"the multi-token prediction layers of {path} cannot be used: "
-        "the form of these layers is not known (as mtp_dspark.0.gate.weight)"
+        f"the form of these layers is not known (as {name})"
     )
 
 

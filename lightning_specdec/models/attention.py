@@ -263,8 +263,13 @@ def needs_row_caches(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
 def _reason_to_refuse(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     """Why a model cannot be decoded, as the rest of a sentence; None if it can."""
     bidirectional = getattr(config, "use_bidirectional_attention", None)
-    is_two_sided = config.model_type in _ENCODERS or bidirectional in (True, "all")
-    if config.is_encoder_decoder or is_two_sided or model.get_output_embeddings() is None:
+    if bidirectional in (True, "all"):
+        return (
+            "lets the tokens of a prompt attend to later ones (use_bidirectional_attention in its "
+            "config): use a model with causal attention"
+        )
+    is_encoder = config.model_type in _ENCODERS or config.is_encoder_decoder
+    if is_encoder or model.get_output_embeddings() is None:
         return "is not a causal language model: use a decoder-only one"
 
     if _generates_in_its_own_way(type(model)):

@@ -486,7 +486,7 @@ class StoredLayers:
         """
         num_blocks = len(getattr(self.config, _BLOCK_KINDS, None) or [_FULL])
         layout = layout_of(self.weights, num_blocks)
-        if layout is None:
+        if layout is None or num_stored_layers(self.weights, layout, self._first_number) == 0:
             raise ValueError(f"the form of these layers is not known (as {min(self.weights)})")
         return layout
 

@@ -213,11 +213,11 @@ def layout_of(names: Collection[str], num_blocks: int = 1) -> Layout | None:
         num_blocks: blocks of a prediction layer in Nemotron-H, as its config lists them.
     """
     for name in names:
-        match = re.match(r"(.*?)(mtp\.fc|mtp_linear_proj\.\d+)\.weight$", name)
+        match = re.match(r"((?:.*\.)?)(mtp\.fc|mtp_linear_proj\.\d+)\.weight$", name)
         if match is not None:
             return single(match[1]) if match[2] == "mtp.fc" else in_lists(match[1])
 
-        match = re.match(r"(.*?)(mtp\.)?layers\.\d+\.(input|eh)_proj\.weight$", name)
+        match = re.match(r"((?:.*?\.)??)(mtp\.)?layers\.\d+\.(input|eh)_proj\.weight$", name)
         if match is None:
             continue
         root = match[1]
