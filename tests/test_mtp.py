@@ -26,7 +26,9 @@ from lightning_specdec.decoding import autoregressive_decode, speculative_decode
 from lightning_specdec.drafters import Draft, MtpDrafter, NGramWithFallback
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
-from lightning_specdec.models.mtp import MtpNetwork, load_mtp, new_mtp, stored_weights
+from lightning_specdec.models.mtp import MtpNetwork
+from lightning_specdec.models.mtp_building import new_mtp
+from lightning_specdec.models.mtp_files import load_mtp, stored_weights
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 7], [10, 9, 8, 7, 6, 5, 4]]
 NUM_NEW = 14

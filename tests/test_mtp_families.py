@@ -34,7 +34,8 @@ from lightning_specdec.drafters import MtpDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.models.model_config import quiet
-from lightning_specdec.models.mtp import load_mtp, new_mtp, stored_weights
+from lightning_specdec.models.mtp_building import new_mtp
+from lightning_specdec.models.mtp_files import load_mtp, stored_weights
 
 NUM_LAYERS = 4
 """Layers of a model without its prediction layer."""

@@ -16,7 +16,9 @@ from lightning_specdec.drafters import MtpDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.model_config import quiet
-from lightning_specdec.models.mtp import MtpNetwork, new_mtp, num_mtp_layers, stored_weights
+from lightning_specdec.models.mtp import MtpNetwork
+from lightning_specdec.models.mtp_building import new_mtp
+from lightning_specdec.models.mtp_files import num_mtp_layers, stored_weights
 
 _SIZES: dict[str, Any] = {
     **SIZES,

@@ -792,7 +792,7 @@ def _unused_layers(target: LanguageModel) -> dict[str, str]:
     draft; by their name in tables."""
     if target.origin is None:
         return {}
-    from lightning_specdec.models.mtp import unusable_layers
+    from lightning_specdec.models.mtp_files import unusable_layers
 
     reason = unusable_layers(target)
     return {} if reason is None else {MTP_NAME: reason}

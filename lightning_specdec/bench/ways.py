@@ -275,7 +275,7 @@ def _mtp_draftings(target: LanguageModel) -> list[Drafting]:
     """
     if target.origin is None:
         return []
-    from lightning_specdec.models.mtp import count_stored_layers, reason_against_mtp
+    from lightning_specdec.models.mtp_files import count_stored_layers, reason_against_mtp
 
     if reason_against_mtp(target) is not None:
         return []

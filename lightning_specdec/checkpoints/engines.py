@@ -56,7 +56,8 @@ from lightning_specdec.drafters import (
 from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.model_config import quiet
-from lightning_specdec.models.mtp import MtpNetwork, load_mtp
+from lightning_specdec.models.mtp import MtpNetwork
+from lightning_specdec.models.mtp_files import load_mtp
 from lightning_specdec.models.safetensors_file import SINGLE
 from lightning_specdec.rules import GREEDY
 

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.mtp import MtpNetwork, find_layers, num_mtp_layers, stored_weights
+from lightning_specdec.models.mtp import MtpNetwork
+from lightning_specdec.models.mtp_files import find_layers, num_mtp_layers, stored_weights
 from lightning_specdec.models.safetensors_file import INDEX, SINGLE, read_header, weight_files
 
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py")

@@ -114,7 +114,7 @@ class MtpDrafter(SamplingDrafter):
     ) -> None:
         super().__init__(*values, sampling=sampling, **settings)
         if network is None and self.settings.model is not None:
-            from lightning_specdec.models.mtp import from_values
+            from lightning_specdec.models.mtp_building import from_values
 
             network = from_values(self.settings.model, self.settings.num_layers or 1)
         self.network = network
@@ -126,7 +126,7 @@ class MtpDrafter(SamplingDrafter):
             raise ValueError(
                 f"{cls.__name__} takes no draft model: its layers are in the target's checkpoint"
             )
-        from lightning_specdec.models.mtp import load_mtp
+        from lightning_specdec.models.mtp_files import load_mtp
 
         drafter = cls(**settings)
         drafter.network = load_mtp(target, drafter.settings.num_layers)
@@ -135,7 +135,7 @@ class MtpDrafter(SamplingDrafter):
 
     def arguments(self) -> dict[str, Any]:
         self._require_layers()
-        from lightning_specdec.models.mtp import described
+        from lightning_specdec.models.mtp_building import described
 
         return {
             **super().arguments(),

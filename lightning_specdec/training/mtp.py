@@ -11,13 +11,9 @@ from lightning_specdec.data import Batch
 from lightning_specdec.drafters import MtpDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
-from lightning_specdec.models.mtp import (
-    MtpNetwork,
-    load_mtp,
-    new_mtp,
-    num_mtp_layers,
-    reason_against_mtp,
-)
+from lightning_specdec.models.mtp import MtpNetwork
+from lightning_specdec.models.mtp_building import new_mtp
+from lightning_specdec.models.mtp_files import load_mtp, num_mtp_layers, reason_against_mtp
 from lightning_specdec.training.distillation import DistillationTraining
 from lightning_specdec.training.target_outputs import DraftStep, TargetOutputs
 from lightning_specdec.training.target_shape import TargetShape
