@@ -478,7 +478,9 @@ def test_a_draft_file_keeps_the_layer(directory: Path, tmp_path: Path) -> None:
     assert [row.rounds for row in result.rows] == [row.rounds for row in expected.rows]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", "nemotron_h", "mimo_v2_flash", "bailing_hybrid"]
+)
 def test_a_trained_layer_is_written_back_into_the_checkpoint(
     directory: Path, tmp_path: Path
 ) -> None:
@@ -487,8 +489,12 @@ def test_a_trained_layer_is_written_back_into_the_checkpoint(
     with torch.no_grad():
         for weight in network.parameters():
             weight.mul_(1.1)
-    export(tmp_path / "trained", MtpDrafter(network=network), target, "transformers")
-    written = load_mtp(load_model(str(tmp_path / "trained")))
+    output = tmp_path / "trained"
+    exported = export(output, MtpDrafter(network=network), target, "transformers")
+    assert exported.commands == (
+        f"lightning_specdec decode --target {output} --drafter MtpDrafter",
+    )
+    written = load_mtp(load_model(str(output)))
     expected = network.state_dict()
     for name, weight in written.state_dict().items():
         assert torch.equal(weight, expected[name]), name

@@ -57,6 +57,7 @@ from lightning_specdec.drafters.eagle import FeatureDrafter
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.model_config import quiet
 from lightning_specdec.models.mtp import MtpNetwork
+from lightning_specdec.models.mtp_building import transformers_drafts
 from lightning_specdec.models.mtp_files import load_mtp
 from lightning_specdec.models.safetensors_file import SINGLE
 from lightning_specdec.rules import GREEDY
@@ -676,6 +677,9 @@ def _commands(draft_export: _Export, output: Path) -> tuple[str, ...]:
         )
 
     if draft_export.kind == _MtpExport.kind:
+        if not transformers_drafts(draft_export.target):
+            directory = shlex.quote(str(output))
+            return (f"lightning_specdec decode --target {directory} --drafter MtpDrafter",)
         model = f"AutoModelForCausalLM.from_pretrained({str(output)!r})"
         return (f"{model}.generate(**inputs, use_mtp=True)",)
 

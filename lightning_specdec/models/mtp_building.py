@@ -53,6 +53,15 @@ def new_mtp(target: HuggingFaceLM, num_layers: int) -> MtpNetwork:
     return network.to(target.device)
 
 
+def transformers_drafts(target: HuggingFaceLM) -> bool:
+    """Whether transformers itself builds prediction layers for a target, and drafts with them."""
+    try:
+        target.config.get_mtp_config()
+    except FOREIGN:
+        return False
+    return True
+
+
 def with_layers(
     config: PreTrainedConfig,
     num_layers: int,
