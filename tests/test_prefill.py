@@ -298,16 +298,30 @@ def test_attention_without_a_mask_refuses_what_it_does_not_compute(option: str) 
         )
 
 
-def test_parts_cover_every_token_once() -> None:
+@pytest.mark.parametrize("cost_of_call", [0, 4, 1000])
+def test_parts_cover_every_token_once(cost_of_call: int) -> None:
     for lengths in ([1], [9], [8, 8], [20, 1, 1], [20, 7, 30, 3], [17, 33], [0, 40]):
         read_tokens: list[tuple[int, int]] = []
-        for part in parts_of(lengths, 8):
+        for part in parts_of(lengths, 8, cost_of_call):
             assert part.num_tokens <= 8
             for row, start, length in zip(part.rows, part.starts, part.lengths, strict=True):
                 positions = range(start, start + length)
                 read_tokens += [(row, position) for position in positions]
         expected = [(row, position) for row, end in enumerate(lengths) for position in range(end)]
         assert sorted(read_tokens) == expected
+
+
+def test_no_row_is_padded_to_a_much_longer_one() -> None:
+    def calls(lengths: list[int], cost_of_call: int) -> list[tuple[int | None, int]]:
+        return [(part.row, part.num_tokens) for part in parts_of(lengths, 1000, cost_of_call)]
+
+    # Reading the long prompt alone saves 3 x 96 tokens of padding, for one more call.
+    assert calls([4, 4, 100, 4], 32) == [(2, 96), (None, 4)]
+    assert calls([4, 4, 100, 4], 300) == [(None, 100)]
+    # Two calls more would cost more than the padding of the shorter row.
+    assert calls([4, 15, 200, 4], 32) == [(2, 185), (None, 15)]
+    assert calls([5, 1, 1, 1], 32) == [(None, 5)]
+    assert calls([0, 0, 90], 32) == [(2, 90)]
 
 
 @torch.inference_mode()

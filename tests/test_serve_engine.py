@@ -123,15 +123,25 @@ class Slow(cases.Wrapped):
         return super().forward(*arguments, **options)
 
 
+@pytest.mark.parametrize("prompt_tokens", [3, 128])
 @pytest.mark.parametrize("rule", ["ExactMatch", "RejectionSampling"])
-def test_each_request_of_a_random_schedule_has_the_tokens_that_it_has_alone(rule: str) -> None:
+def test_each_request_of_a_random_schedule_has_the_tokens_that_it_has_alone(
+    rule: str,
+    prompt_tokens: int,
+) -> None:
+    """With long prompts among them, which are read in parts of up to `prompt_tokens`."""
+    prompts = [*cases.PROMPTS, list(range(cases.VOCAB)) * 2]
     generator = random.Random(7)
     observer = Recorder()
     clients: list[tuple[Client, dict[str, Any], list[int]]] = []
-    with running(rule=rule, observer=observer) as engine:
+    engine_options: dict[str, Any] = {
+        "prompt_tokens_per_round": prompt_tokens,
+        "observer": observer,
+    }
+    with running(rule=rule, **engine_options) as engine:
         for index in range(40):
             settings = generator.choice(SETTINGS)
-            prompt = generator.choice(cases.PROMPTS)
+            prompt = generator.choice(prompts)
             client = Client(prompt, index=index, **settings)
             engine.submit([client.generation])
             if generator.random() < 0.2:
@@ -149,6 +159,29 @@ def test_each_request_of_a_random_schedule_has_the_tokens_that_it_has_alone(rule
     assert len(observer.first_seconds) >= len(clients)
     assert observer.reasons.count("cancelled") == 40 - len(clients)
     assert len(observer.reasons) == 40
+
+
+def test_a_long_prompt_does_not_stop_the_others() -> None:
+    """Between two of its parts, running requests get tokens, and clients may leave."""
+    model = Slow(cases.target("rnn"))
+    with running(model, max_batch_size=3, prompt_tokens_per_round=3) as engine:
+        running_client = Client([1, 2], max_new_tokens=38)
+        engine.submit([running_client.generation])
+        running_client.updates.get(timeout=20)
+        long_client = Client([1, 2, 3, 4, 5] * 6, max_new_tokens=4)
+        leaving = Client([5, 4, 3, 2, 1] * 6, max_new_tokens=4)
+        engine.submit([long_client.generation, leaving.generation])
+        num_updates = 0
+        while long_client.updates.empty():
+            running_client.updates.get(timeout=20)
+            num_updates += 1
+            if num_updates == 3:
+                engine.cancel(leaving.generation)
+        # Ten parts, of which the last round has the first token.
+        assert num_updates >= 9
+        assert long_client.tokens() == alone([1, 2, 3, 4, 5] * 6, "ExactMatch", 4)
+        running_client.tokens()
+        assert leaving.updates.empty()
 
 
 def test_a_request_that_is_cancelled_frees_its_slot_within_a_round() -> None:

@@ -94,6 +94,7 @@ class Batch:
     def enter(self, row: Request, slot: int) -> None:
         """Put a row into a free slot, with noise that continues that of its earlier turns."""
         self.rows[slot] = row
+        row.num_prompt_read = self.target_state.consumed[slot]
         if row.seed is not None:
             self._write_noise(slot, row.seed)
 
@@ -133,6 +134,7 @@ class Batch:
         )
 
         for slot, row in enumerate(self.rows):
+            row.num_prompt_read = min(row.num_prompt_read, self.target_state.consumed[slot])
             # The previous drafter may have needed no random numbers for a greedy row.
             if row.live and row.seed is None and drafter.needs_noise(row.sampling):
                 assert row.settings is not None
@@ -199,8 +201,7 @@ class Batch:
         slot = self._slot_of(row)
         if slot is None or row.stop_reason == "failed":
             return None
-        # The target has not read the text's last token, but perhaps a draft token in its position.
-        length = min(self.target_state.consumed[slot], len(row.text) - 1)
+        length = min(self.target_state.consumed[slot], row.num_final)
         target_copy = self.target_state.save_row(slot, length) if length > 0 else None
         if target_copy is None:
             return None
@@ -231,20 +232,52 @@ class Batch:
                 return slot
         return None
 
+    def withhold(self, arrivals: Sequence[Request], max_prompt_tokens: int | None) -> None:
+        """Choose how much of each prompt the next round reads.
+
+        Args:
+            arrivals: the live rows, the oldest first.
+            max_prompt_tokens: most tokens of all prompts together; None for whole prompts. At least
+                one token of each prompt is read, since every row takes part in every call.
+        """
+        for row in self.rows:
+            row.num_withheld = 0
+            if row.num_new == 0 and not row.live:
+                # Nobody needs the rest of this prompt. Two tokens are what an empty row has.
+                num_visible = max(row.num_prompt_read + 1, 2)
+                row.num_withheld = max(0, row.prompt_length - num_visible)
+        if max_prompt_tokens is None:
+            return
+
+        num_left = max_prompt_tokens
+        for row in arrivals:
+            if row.num_new > 0:
+                continue
+            num_unread = row.prompt_length - row.num_prompt_read
+            num_read = min(num_unread, max(1, num_left))
+            if num_unread - num_read == 1:
+                # After a last part of one token, a draft head would know all hidden states that it
+                # needs, and draft a round sooner than after the whole prompt.
+                num_read = num_unread
+            row.num_withheld = num_unread - num_read
+            num_left -= num_read
+
     def truncate_target(self) -> list[list[int]]:
         """Truncate the target's state to the committed tokens.
 
         Returns:
-            The tokens of each text that the target has not read, at least the last one.
+            The visible tokens of each text that the target has not read, at least the last one.
         """
         state = self.target_state
         starts = []
         unread = []
-        for row, num_read in zip(self.rows, state.consumed, strict=True):
-            last_position = len(row.text) - 1
-            start = min(num_read, last_position)
+        for row, num_consumed in zip(self.rows, state.consumed, strict=True):
+            text = row.visible_text
+            start = min(num_consumed, len(text) - 1)
+            if row.live:
+                start = min(start, row.num_final)
             starts.append(start)
-            unread.append(row.text[start:])
+            unread.append(text[start:])
 
         uploaded = None
         has_one_token_each = all(len(tokens) == 1 for tokens in unread)

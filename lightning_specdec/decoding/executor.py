@@ -138,7 +138,7 @@ class PlainExecutor(Executor):
         return windows, max(windows)
 
     def last_two_tokens(self, rows: Sequence[Request]) -> Int[Tensor, "B 2"]:
-        return last_two_tokens_of([row.text for row in rows], self.device)
+        return last_two_tokens_of([row.visible_text for row in rows], self.device)
 
     def next_noise(
         self,

@@ -245,6 +245,9 @@ class RecordedExecutor(Executor):
         if not self._pipelined or self._plan.shared_window != self.num_draft_tokens:
             return False
         live_rows = [row for row in self._rows if row.live]
+        if any(row.is_reading for row in live_rows):
+            # The host chooses the next part of the prompt.
+            return False
         shrinks_first = power_of_two(len(live_rows)) < len(self._rows)
         if shrinks_first:
             return False
@@ -292,11 +295,12 @@ class RecordedExecutor(Executor):
 
 def _integers(row: Request, window: int) -> list[int]:
     """The columns of `RoundInputs` for one row."""
-    last_position = len(row.text) - 1
+    text = row.visible_text
+    last_position = len(text) - 1
     # A row needs one token less than may follow: the target adds the last one.
-    draft_limit = row.max_length - 2 if row.live else 0
+    draft_limit = row.max_length - 2 if row.live and not row.is_reading else 0
     return [
-        *tail_of(row.text),
+        *tail_of(text),
         last_position,
         row.num_new,
         row.num_added,

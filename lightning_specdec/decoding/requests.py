@@ -52,6 +52,10 @@ class Request:
         stop_reason: why the row has ended; "" until then.
         failure: why it failed, if that was not for logits that are not finite.
         resumed: whether another row continues with its random numbers.
+        num_prompt_read: tokens of the prompt that earlier rounds have read, or whose states were
+            copied.
+        num_withheld: tokens at the end of the prompt that the models do not see in this round,
+            since the prompt is read in parts.
         num_added: new tokens of the last round; 1 before the first.
         top_logprobs: for each new token, the likeliest tokens in its place with their log
             probabilities; empty unless requested.
@@ -85,6 +89,8 @@ class Request:
         self.eos = eos
         self.num_drawn = num_drawn
         self.resumed = False
+        self.num_prompt_read = 0
+        self.num_withheld = 0
         self._stop_search = None if stop is None else StopSearch(stop)
         self.stop_reason = "" if max_new_tokens else "length"
         self.failure = ""
@@ -106,6 +112,28 @@ class Request:
     def live(self) -> bool:
         """Whether the row has not ended."""
         return not self.stop_reason
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether this round reads a part of the prompt only, so that it has no new tokens."""
+        return self.live and self.num_withheld > 0
+
+    @property
+    def visible_text(self) -> list[int]:
+        """The text that the models see in this round."""
+        if self.num_withheld == 0:
+            return self.text
+        return self.text[: -self.num_withheld]
+
+    @property
+    def num_final(self) -> int:
+        """Tokens of the text that the target has read. What its state has beyond these may be draft
+        tokens.
+        """
+        if self.num_new == 0:
+            return self.num_prompt_read
+        # The last token was drawn, and not read yet.
+        return len(self.text) - 1
 
     @property
     def num_new(self) -> int:

@@ -158,11 +158,20 @@ class Session:
         return [row for row in self._batch.rows if row.live]
 
     @torch.inference_mode()
-    def step(self) -> Events:
+    def step(self, max_prompt_tokens: int | None = None) -> Events:
         """Run one round.
 
-        Returns each live row with its new tokens; an empty list if no row is live.
+        Args:
+            max_prompt_tokens: most tokens of prompts that the round reads, so that rows with new
+                tokens do not wait for a long prompt. The others are read in the next rounds. None
+                reads whole prompts. No row's tokens depend on it.
+
+        Returns:
+            Each live row with its new tokens, without rows that read a part of their prompt. An
+            empty list if there are none.
         """
+        if max_prompt_tokens is not None:
+            require_int("max_prompt_tokens", max_prompt_tokens, 1)
         with self.lock:
             if self._pending_events:
                 events = self._pending_events
@@ -171,13 +180,15 @@ class Session:
             if not self.live:
                 return []
             self._batch.shrink()
-            return self._run_round()
+            return self._run_round(max_prompt_tokens)
 
-    def _run_round(self) -> Events:
+    def _run_round(self, max_prompt_tokens: int | None = None) -> Events:
         """Draft, verify, accept, commit, observe."""
         batch, executor = self._batch, self._executor
         rows = batch.rows
 
+        arrivals = [row for row in self._added if row.live]
+        batch.withhold(arrivals, max_prompt_tokens)
         windows, num_draft_tokens = executor.begin_round(rows, self._plan, batch.draft_state)
         forced_tokens = self._forced_tokens(windows)
         windows = with_forced(windows, forced_tokens)
@@ -235,7 +246,7 @@ class Session:
         if noise is not None:
             uniform = noise[:, :num_draft_tokens, self.rule.draft_purpose]
         request = DraftRequest(
-            texts=[row.text for row in self._batch.rows],
+            texts=[row.visible_text for row in self._batch.rows],
             last_two_tokens=last_two_tokens,
             uniform=uniform,
             wants_logits=self.rule.needs_draft_logits,
@@ -405,10 +416,8 @@ class Session:
         self._finish_pipelined_round()
         row.resumed = True
 
-        # The target has not read the old text's last token, but perhaps a draft token in its
-        # position.
         num_common = num_shared(row.text, prompt)
-        length = min(num_common, len(row.text) - 1, len(prompt) - 1)
+        length = min(num_common, row.num_final, len(prompt) - 1)
         slot = self._batch.resume(row, length)
         if slot is None:
             slot = self._batch.free_slot()

@@ -106,7 +106,7 @@ class Verification:
         if draft.lengths is not None:
             lengths = draft.lengths.tolist()
             drafted = [tokens[:length] for tokens, length in zip(drafted, lengths, strict=True)]
-        texts = [row.text if row.live else None for row in rows]
+        texts = [row.text if row.live and not row.is_reading else None for row in rows]
         return self.sampling.process(logits, texts, drafted, stop_at_impossible=self.rule.lossless)
 
     def _outcome(
@@ -166,7 +166,8 @@ class Verification:
         windows: Sequence[int],
         seconds: float,
     ) -> tuple[Events, list[Outcome], list[int]]:
-        """Commit to every live row the tokens that its verdict accepts.
+        """Commit to every live row the tokens that its verdict accepts; none while it reads a part
+        of its prompt.
 
         Args:
             values: the outcome, read to the host.
@@ -186,8 +187,10 @@ class Verification:
         copied = draft.copied or [False] * len(rows)
         forced = draft.forced or [False] * len(rows)
         for slot, (row, window, row_values) in enumerate(zip(rows, windows, values, strict=True)):
-            if not row.live:
+            if not row.live or row.is_reading:
                 accepted_counts.append(0)
+                if row.is_reading:
+                    row.num_prompt_read = len(row.visible_text)
                 continue
             verdict = self._unpack(row_values, num_draft_tokens, has_lengths=has_lengths)
             accepted_counts.append(verdict.num_accepted)

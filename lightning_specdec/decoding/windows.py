@@ -96,9 +96,9 @@ def window_of(row: Request, largest: int) -> int:
     """The number of draft tokens that a row requests, up to `largest`.
 
     It is one less than the tokens that may follow, because the target adds the last one; and 0 for
-    a row that is not live.
+    a row that is not live, or that reads a part of its prompt.
     """
-    if not row.live:
+    if not row.live or row.is_reading:
         return 0
     return min(largest, row.remaining - 1)
 

@@ -104,7 +104,9 @@ class DraftRequest:
         committed: number of committed tokens in each text; None for all. The others are draft
             tokens of another drafter, which `truncate_row` may remove later.
         calls: runs the drafter's calls, and records them if the session does.
-        prompt_lengths: tokens of each text that were not generated; None if that is not known.
+        prompt_lengths: tokens of each text that were not generated; None if that is not known. A
+            text that is shorter is a part of its prompt: no draft token is requested of its row,
+            and the rest follows in later rounds.
         may_use_other_texts: whether the draft may depend on the texts of other requests. Under
             some rules the output depends on the draft, and a row must not depend on other rows.
         fallback_windows: for a drafter with a fallback, how many draft tokens it requests of the

@@ -56,6 +56,8 @@ class _RowText:
         self.first = 0
         """Position of the first token that the model reads. It is above 0 once the text has
         outgrown the model's context."""
+        self.is_partial = False
+        """Whether the text is the beginning of a prompt of which more follows."""
 
     @property
     def length(self) -> int:
@@ -156,6 +158,22 @@ class CrossDraftState(DraftState):
             # The model has not read the beginning of the text.
             self.model_state.clear([row])
         row_text.resume()
+
+    def extend_row(self, row: int, text: Sequence[int], *, is_partial: bool) -> None:
+        """Translate the new tokens of a row's text.
+
+        A prompt is encoded as a whole. If it arrives in parts, it is encoded again with each part,
+        so that its tokens do not depend on them. The model reads only those that are new.
+
+        Args:
+            text: the whole text, in the target's tokens.
+            is_partial: whether it is the beginning of a prompt of which more follows.
+        """
+        row_text = self.rows[row]
+        if row_text.is_partial and len(text) > row_text.text.num_covered:
+            self.resume(row, len(text))
+        row_text.is_partial = is_partial
+        row_text.extend(text)
 
     def make_room(self, num_draft_tokens: int) -> None:
         """Ensure that every row's text and draft tokens fit into the model's state.
@@ -405,8 +423,11 @@ class CrossVocabulary(SamplingDrafter):
         allowed_windows = [min(window, num_draft_tokens) for window in windows]
 
         # The draft reads its own tokens of what is new in the texts.
-        for row_text, text in zip(state.rows, request.texts, strict=True):
-            row_text.extend(text)
+        prompt_lengths = request.prompt_lengths or [0] * len(windows)
+        for row, (text, prompt_length) in enumerate(
+            zip(request.texts, prompt_lengths, strict=True)
+        ):
+            state.extend_row(row, text, is_partial=len(text) < prompt_length)
         state.make_room(num_draft_tokens)
         tokens, valid_lengths = pad(state.unread(), request.last_two_tokens.device)
 

@@ -36,6 +36,7 @@ from lightning_specdec.models.prefill import (
     NOTHING,
     JoinedOutputs,
     Part,
+    call_cost,
     longest_part,
     parts_of,
 )
@@ -623,19 +624,19 @@ class HuggingFaceLM(LanguageModel):
     ) -> ModelOutput:
         """Continue a state by tokens `[B, T]`, or by the input `[B, T, D]` of `first_layer`."""
         batch_size, num_tokens = given.shape[:2]
-        most_tokens = longest_part(self.device)
-        if num_tokens <= most_tokens:
+        lengths = [num_tokens] * batch_size
+        if valid_lengths is not None:
+            lengths = as_list(valid_lengths)
+        parts = parts_of(lengths, longest_part(self.device), call_cost(self.device))
+        if len(parts) == 1 and parts[0].row is None:
             cache = _cache(state, num_tokens)
             if not self.takes_apart:
                 return self._whole(given, cache, logits_for, features)
             return self._by_parts(self._enter(cache, given), first_layer, logits_for, features)
 
-        lengths = [num_tokens] * batch_size
-        if valid_lengths is not None:
-            lengths = as_list(valid_lengths)
         joined = JoinedOutputs(batch_size, num_tokens, logits_for, given.device)
         with Activity("reading the prompt", sum(lengths), unit="tokens") as activity:
-            for part in parts_of(lengths, most_tokens):
+            for part in parts:
                 cache = _part_cache(state, part, state.consumed)
                 scored = joined.scored_in(part)
                 if self.takes_apart:
@@ -715,7 +716,7 @@ class HuggingFaceLM(LanguageModel):
 
         last_layer = num_layers - 1
         joined = JoinedOutputs(batch_size, num_tokens, NOTHING, tokens.device)
-        for part in parts_of([num_tokens] * batch_size, most_tokens):
+        for part in parts_of([num_tokens] * batch_size, most_tokens, call_cost(self.device)):
             cache = _part_cache(state, part, starts)
             hidden, call = self._enter(cache, part.cut(tokens), continues=True)
             hidden = self.stack.run(hidden, call, 0, num_layers)

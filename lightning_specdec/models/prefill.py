@@ -1,13 +1,14 @@
-"""Prefill in parts: a call on many tokens is read a part at a time.
+"""Prefill in parts: a call on many tokens, or on rows of very different lengths, is read in parts.
 
 Activations and attention masks then do not grow with the square of the text, and no row is padded
-to a longer one.
+to a much longer one.
 
 Shapes: B rows, T tokens, N scored positions, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 LONGEST_PART = {"cpu": 1024, "cuda": 4096}
 """Most tokens of each row in one part, by the type of device. On a CPU, smaller parts were slower
 (docs/log/2026-11.md). A GPU needs more tokens to be busy; its number is not measured."""
+CALL_COST = {"cpu": 32, "cuda": 4096}
+"""Tokens that take as long as one more call, by the type of device: on a CPU the time to read the
+weights, on a GPU that of the launches. Rows are padded to a longer one if that is cheaper than a
+separate call. The numbers are rough: a factor of two changes few choices."""
 NOTHING = slice(0, 0)
 """Selects no positions of a call."""
 
@@ -75,19 +80,27 @@ def longest_part(device: torch.device) -> int:
     return LONGEST_PART.get(device.type, LONGEST_PART["cpu"])
 
 
-def parts_of(lengths: Sequence[int], most_tokens: int) -> list[Part]:
+def call_cost(device: torch.device) -> int:
+    """Tokens that take as long as one more call on a device."""
+    return CALL_COST.get(device.type, CALL_COST["cpu"])
+
+
+def parts_of(lengths: Sequence[int], most_tokens: int, cost_of_call: int) -> list[Part]:
     """Parts that together read the first `lengths[b]` tokens of each row b.
 
-    A row of more than `most_tokens` is read alone, so that no other row is padded to its length. If
-    there are shorter rows, all rows read their last tokens in one call.
+    Long rows are read alone, so that no other row is padded to their length. If there are shorter
+    rows, all rows read their last tokens in one call.
+
+    Args:
+        most_tokens: most tokens of each row in one part.
+        cost_of_call: see `call_cost`.
     """
-    short_lengths = [length for length in lengths if length <= most_tokens]
-    num_shared = max(short_lengths, default=0)
+    num_shared = _num_shared(lengths, most_tokens, cost_of_call)
 
     parts: list[Part] = []
     starts: list[int] = []
     for row, length in enumerate(lengths):
-        if length <= most_tokens:
+        if length <= num_shared:
             starts.append(0)
             continue
         num_alone = length - num_shared
@@ -100,6 +113,23 @@ def parts_of(lengths: Sequence[int], most_tokens: int) -> list[Part]:
         last_lengths = [min(length, num_shared) for length in lengths]
         parts.append(Part(None, starts, last_lengths))
     return parts
+
+
+def _num_shared(lengths: Sequence[int], most_tokens: int, cost_of_call: int) -> int:
+    """Tokens of the call that all rows share: the number with the least cost in total."""
+    short_lengths = {length for length in lengths if length <= most_tokens}
+    longest = max(short_lengths, default=0)
+    if len(lengths) * longest - sum(lengths) <= cost_of_call:
+        return longest
+
+    costs: dict[int, int] = {}
+    for num_shared in short_lengths:
+        cost = len(lengths) * num_shared
+        for length in lengths:
+            num_alone = max(0, length - num_shared)
+            cost += num_alone + cost_of_call * math.ceil(num_alone / most_tokens)
+        costs[num_shared] = cost
+    return min(costs, key=costs.__getitem__)
 
 
 class JoinedOutputs:

@@ -28,9 +28,13 @@ from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.serve.memory import DrafterTrial
 from lightning_specdec.serve.prefix_cache import PrefixCache
+from lightning_specdec.serve.settings import DEFAULT_PROMPT_TOKENS
 
 log = logging.getLogger(__name__)
 
+PROMPT_TOKENS_ALONE = 1024
+"""Most tokens of prompts that a round reads while no generation has tokens. Only a new request or
+a client that disconnects waits for such a round."""
 INTERNAL_ERROR = "the server failed to decode this request"
 SHUTTING_DOWN = "the server is shutting down"
 GRAMMAR_FAILED = "the answer cannot go on under its grammar"
@@ -221,6 +225,8 @@ class Engine:
         max_length: most tokens of a prompt and its answer.
         max_batch_size: generations that are decoded together.
         max_queue: generations that wait for them.
+        prompt_tokens_per_round: most tokens of prompts that a round reads while other generations
+            wait for their next tokens.
         cache_bytes: memory for the states of texts that have ended, whose prefixes are not read
             again.
         observer: told what happens.
@@ -235,6 +241,7 @@ class Engine:
         max_length: int,
         max_batch_size: int,
         max_queue: int,
+        prompt_tokens_per_round: int = DEFAULT_PROMPT_TOKENS,
         cache_bytes: int = 0,
         observer: EngineObserver | None = None,
     ) -> None:
@@ -244,6 +251,7 @@ class Engine:
         self.max_length = max_length
         self.max_batch_size = max_batch_size
         self.max_queue = max_queue
+        self.prompt_tokens_per_round = prompt_tokens_per_round
         self.observer = observer or EngineObserver()
         self._session = self._new_session()
 
@@ -516,7 +524,7 @@ class Engine:
     def _decode_round(self) -> None:
         """One round for all live rows."""
         try:
-            events = self._session.step()
+            events = self._session.step(self._max_prompt_tokens())
         except Exception:  # a model or the device failed, so the states are unknown
             log.exception("a round failed, and all its requests with it")
             self._fail_all(INTERNAL_ERROR)
@@ -526,6 +534,13 @@ class Engine:
             self._report(row, tokens)
         for outcome in self._session.outcomes if events else ():
             self.observer.drafted(outcome)
+
+    def _max_prompt_tokens(self) -> int:
+        """Most tokens of prompts that the next round reads."""
+        if any(row.num_new > 0 for row in self._live):
+            return self.prompt_tokens_per_round
+        # Large parts are read faster.
+        return max(self.prompt_tokens_per_round, PROMPT_TOKENS_ALONE)
 
     def _report(self, row: Request, tokens: list[int]) -> None:
         """Pass a row's new tokens on."""

@@ -200,6 +200,7 @@ def make_server(
         max_length=max_length,
         max_batch_size=settings.max_batch_size,
         max_queue=settings.max_queue,
+        prompt_tokens_per_round=settings.prompt_tokens_per_round,
         cache_bytes=settings.prefix_cache_megabytes * 2**20,
         observer=Observers(*observers),
     )

@@ -11,6 +11,9 @@ from lightning_specdec.config.settings import Settings, setting
 DEFAULT_MAX_LENGTH = 4096
 """Tokens that a request has room for if nobody chooses, or the models' context if that is less."""
 
+DEFAULT_PROMPT_TOKENS = 128
+"""Most tokens of prompts that a round reads while other requests wait for their next tokens."""
+
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Addresses that only this machine reaches."""
 
@@ -38,6 +41,13 @@ class ServeSettings(Settings):
         "most tokens of a request, prompt and answer together; "
         f"default: the models' context, at most {DEFAULT_MAX_LENGTH}",
         minimum=2,
+        maximum=MAX_TOKENS,
+    )
+    prompt_tokens_per_round: int = setting(
+        DEFAULT_PROMPT_TOKENS,
+        "most prompt tokens to read between two rounds of running requests; fewer shorten their "
+        "pauses, more shorten the time to the first token of a long prompt",
+        minimum=1,
         maximum=MAX_TOKENS,
     )
     max_body_megabytes: int = setting(4, "largest request body", minimum=1, maximum=1024)
