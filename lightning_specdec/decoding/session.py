@@ -180,15 +180,15 @@ class Session:
             if not self.live:
                 return []
             self._batch.shrink()
-            return self._run_round(max_prompt_tokens)
+            arrivals = [row for row in self._added if row.live]
+            self._batch.withhold(arrivals, max_prompt_tokens)
+            return self._run_round()
 
-    def _run_round(self, max_prompt_tokens: int | None = None) -> Events:
+    def _run_round(self) -> Events:
         """Draft, verify, accept, commit, observe."""
         batch, executor = self._batch, self._executor
         rows = batch.rows
 
-        arrivals = [row for row in self._added if row.live]
-        batch.withhold(arrivals, max_prompt_tokens)
         windows, num_draft_tokens = executor.begin_round(rows, self._plan, batch.draft_state)
         forced_tokens = self._forced_tokens(windows)
         windows = with_forced(windows, forced_tokens)
