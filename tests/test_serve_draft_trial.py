@@ -41,9 +41,9 @@ def test_each_round_of_a_trial_is_followed_by_one_of_the_requests(
     steps: list[str] = []
     own_step = Session.step
 
-    def step(session: Session) -> Any:
+    def step(session: Session, *arguments: Any) -> Any:
         steps.append("requests" if session is engine._session else "trial")
-        return own_step(session)
+        return own_step(session, *arguments)
 
     monkeypatch.setattr(Session, "step", step)
     drafter = cases.drafter("unrelated", "rnn")
@@ -82,11 +82,11 @@ def test_a_trial_that_the_end_of_the_server_cuts_off_is_given_up(
     is_ending = threading.Event()
     own_step = Session.step
 
-    def step(session: Session) -> Any:
+    def step(session: Session, *arguments: Any) -> Any:
         if session is not engine._session:
             is_tried.set()
             assert is_ending.wait(20)
-        return own_step(session)
+        return own_step(session, *arguments)
 
     monkeypatch.setattr(Session, "step", step)
     replacement = Replacement(cases.drafter("near", "rnn"), NAME)

@@ -41,6 +41,9 @@ from lightning_specdec.drafters import (
     NGramWithFallback,
 )
 from lightning_specdec.serve import draft_comparison, draft_updates
+from lightning_specdec.serve.draft_comparison import DraftTrial
+from lightning_specdec.serve.engine import DraftName
+from lightning_specdec.serve.metrics import Metrics
 from lightning_specdec.serve.server import Server, hangups_ignored, make_server
 from lightning_specdec.serve.settings import ServeSettings
 
@@ -238,6 +241,53 @@ def test_a_file_that_cannot_be_used_is_one_line_and_the_old_draft_stays(
 
         put(drafts["fitted"], path)
         wait(lambda: live_label(address) == label_of(drafts["fitted"]))
+
+
+@pytest.mark.parametrize("observer", [Metrics, DraftTrial])
+def test_a_metric_that_raises_in_a_swap_leaves_the_old_draft_and_all_requests(
+    observer: Any,
+    model: str,
+    drafts: dict[str, Path],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own_replaced = observer.replaced
+    is_broken = True
+
+    def replaced(self: Any, drafter: DraftName) -> None:
+        if is_broken and drafter.label == label_of(drafts["fitted"]):
+            raise RuntimeError("no metric today")
+        own_replaced(self, drafter)
+
+    monkeypatch.setattr(observer, "replaced", replaced)
+    expected = [expected_text(SpeculativeDecoder.from_pretrained(model), n) for n in range(3)]
+    label = label_of(path)
+    with serving(model, path) as (server, address):
+        answers: dict[int, str] = {}
+
+        def ask(number: int) -> None:
+            answers[number] = complete(address, number)
+
+        clients = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+        for client in clients:
+            client.start()
+        put(drafts["fitted"], path)
+        wait(lambda: num_swaps(address, "refused") == 1)
+        for client in clients:
+            client.join()
+        assert [answers[number] for number in range(3)] == expected
+        assert live_label(address) == label
+        assert server.engine.is_running
+        (record,) = [record for record in caplog.records if "no metric today" in record.message]
+        assert f"the draft EagleDrafter {label} stays" in record.message
+        assert record.exc_info is None
+
+        # The thread that loads drafts has not been left waiting.
+        is_broken = False
+        server.updates.request()
+        wait(lambda: live_label(address) == label_of(drafts["fitted"]))
+        assert complete(address, 1) == expected[1]
 
 
 def test_a_file_that_is_being_written_is_not_read_until_it_is_complete(

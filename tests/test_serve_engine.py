@@ -136,7 +136,7 @@ def test_each_request_of_a_random_schedule_has_the_tokens_that_it_has_alone(
     clients: list[tuple[Client, dict[str, Any], list[int]]] = []
     engine_options: dict[str, Any] = {
         "prompt_tokens_per_round": prompt_tokens,
-        "observer": observer,
+        "observers": [observer],
     }
     with running(rule=rule, **engine_options) as engine:
         for index in range(40):
@@ -265,6 +265,28 @@ def test_a_round_that_fails_ends_its_requests_and_not_the_engine() -> None:
         second = Client([1, 2], max_new_tokens=20)
         engine.submit([second.generation])
         assert second.tokens() == alone([1, 2], "ExactMatch", max_new_tokens=20)
+
+
+def test_an_observer_that_raises_harms_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(EngineObserver):
+        def first_token(self, seconds: float) -> None:
+            raise RuntimeError("first")
+
+        def round(self, row: Any, num_new: int) -> None:
+            raise RuntimeError("round")
+
+        def ended(self, generation: Generation, reason: str) -> None:
+            raise RuntimeError("ended")
+
+    recorder = Recorder()
+    with running(observers=[Broken(), recorder]) as engine:
+        for _ in range(2):
+            client = Client([1, 2])
+            engine.submit([client.generation])
+            assert client.tokens() == alone([1, 2], "ExactMatch")
+        assert engine.is_running
+    assert recorder.reasons == ["length", "length"]
+    assert {record.message for record in caplog.records} == {"Broken failed"}
 
 
 def test_a_row_that_is_not_finite_fails_alone() -> None:

@@ -180,35 +180,51 @@ class EngineObserver:
         """A generation has ended: "eos", "stop", "length", "cancelled" or "failed"."""
 
 
-class Observers(EngineObserver):
-    """Tells several observers."""
+class Observers:
+    """Tells several observers, in their order.
+
+    What one of them raises is logged, and harms neither a request nor the other observers. Only
+    `replaced` raises it, so that the drafter is not replaced.
+    """
 
     def __init__(self, *observers: EngineObserver) -> None:
         self.observers = observers
 
     def first_token(self, seconds: float) -> None:
-        for observer in self.observers:
-            observer.first_token(seconds)
+        self._tell(lambda observer: observer.first_token(seconds))
 
     def round(self, row: Request, num_new: int) -> None:
-        for observer in self.observers:
-            observer.round(row, num_new)
+        self._tell(lambda observer: observer.round(row, num_new))
 
     def drafted(self, outcome: Outcome) -> None:
-        for observer in self.observers:
-            observer.drafted(outcome)
+        self._tell(lambda observer: observer.drafted(outcome))
 
-    def replaced(self, drafter: DraftName) -> None:
-        for observer in self.observers:
-            observer.replaced(drafter)
+    def replaced(self, drafter: DraftName, previous: DraftName) -> None:
+        """As of `EngineObserver`. If one raises, those before it are told of the previous drafter.
+
+        Args:
+            previous: the drafter that goes on then.
+        """
+        for index, observer in enumerate(self.observers):
+            try:
+                observer.replaced(drafter)
+            except Exception:
+                told = Observers(*self.observers[:index])
+                told._tell(lambda observer: observer.replaced(previous))
+                raise
 
     def answered(self, generation: Generation, row: Request) -> None:
-        for observer in self.observers:
-            observer.answered(generation, row)
+        self._tell(lambda observer: observer.answered(generation, row))
 
     def ended(self, generation: Generation, reason: str) -> None:
+        self._tell(lambda observer: observer.ended(generation, reason))
+
+    def _tell(self, call: Callable[[EngineObserver], None]) -> None:
         for observer in self.observers:
-            observer.ended(generation, reason)
+            try:
+                call(observer)
+            except Exception:
+                log.exception("%s failed", type(observer).__name__)
 
 
 class Engine:
@@ -229,7 +245,8 @@ class Engine:
             wait for their next tokens.
         cache_bytes: memory for the states of texts that have ended, whose prefixes are not read
             again.
-        observer: told what happens.
+        observers: told what happens.
+        name: what the drafter is called; None for the name of its class.
     """
 
     def __init__(
@@ -243,7 +260,8 @@ class Engine:
         max_queue: int,
         prompt_tokens_per_round: int = DEFAULT_PROMPT_TOKENS,
         cache_bytes: int = 0,
-        observer: EngineObserver | None = None,
+        observers: Sequence[EngineObserver] = (),
+        name: DraftName | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -252,7 +270,9 @@ class Engine:
         self.max_batch_size = max_batch_size
         self.max_queue = max_queue
         self.prompt_tokens_per_round = prompt_tokens_per_round
-        self.observer = observer or EngineObserver()
+        self.observer = Observers(*observers)
+        kind = type(drafter).__name__
+        self.draft_name = name or DraftName(kind, kind)
         self._session = self._new_session()
 
         # Guards what other threads read and change: the queue, the number of live generations,
@@ -402,17 +422,21 @@ class Engine:
 
         Such a step takes about as long as a round, so that requests wait for no whole trial.
         """
+        tried = self._tried
+        if tried is None:
+            self._begin_trial()
+            return
         try:
-            if self._tried is None:
-                self._begin_trial()
-            elif self._tried.trial.step():
-                self._use(self._tried)
+            if not tried.trial.step():
+                return
+            self._use(tried)
         except Exception as error:  # whatever is wrong with it, the present drafter goes on
-            tried = self._tried
-            if tried is None:
-                raise
-            self._tried = None
             tried.replacement.done.set_exception(error)
+        else:
+            tried.replacement.done.set_result(None)
+        finally:
+            if tried.replacement.done.done():
+                self._tried = None
 
     def _begin_trial(self) -> None:
         """Begin to try the drafter that waits, if there is one."""
@@ -422,10 +446,10 @@ class Engine:
         if replacement is None or not replacement.done.set_running_or_notify_cancel():
             return
 
-        config = self.config
-        if replacement.num_draft_tokens is not None:
-            config = config.changed(num_draft_tokens=replacement.num_draft_tokens)
         try:
+            config = self.config
+            if replacement.num_draft_tokens is not None:
+                config = config.changed(num_draft_tokens=replacement.num_draft_tokens)
             self._check_context_of(replacement.drafter)
             trial = DrafterTrial(
                 self.target,
@@ -440,16 +464,23 @@ class Engine:
         self._tried = TriedDrafter(replacement, config, trial)
 
     def _use(self, tried: TriedDrafter) -> None:
-        """Draft from the next round on with a drafter that has passed its trial."""
+        """Draft from the next round on with a drafter that has passed its trial.
+
+        If an observer cannot be told, the present drafter goes on.
+        """
         replacement = tried.replacement
+        present_window = self._session.window
         self._session.replace_drafter(replacement.drafter, replacement.num_draft_tokens)
-        self._tried = None
+        try:
+            self.observer.replaced(replacement.name, self.draft_name)
+        except Exception:
+            self._session.replace_drafter(self.drafter, present_window)
+            raise
         self.drafter = replacement.drafter
+        self.draft_name = replacement.name
         self.config = tried.config
         # The states in the cache were saved with the previous drafter.
         self._cache = PrefixCache(self._cache.capacity)
-        self.observer.replaced(replacement.name)
-        replacement.done.set_result(None)
 
     def _check_context_of(self, drafter: Drafter) -> None:
         # The last token of an answer is not read.

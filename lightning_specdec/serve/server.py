@@ -21,7 +21,7 @@ from lightning_specdec.decoding import AdaptiveWindow
 from lightning_specdec.serve.app import make_app
 from lightning_specdec.serve.draft_comparison import DraftTrial
 from lightning_specdec.serve.draft_updates import DraftUpdates, draft_name
-from lightning_specdec.serve.engine import Engine, EngineObserver, Observers
+from lightning_specdec.serve.engine import Engine, EngineObserver
 from lightning_specdec.serve.memory import check_memory
 from lightning_specdec.serve.metrics import Metrics
 from lightning_specdec.serve.recording import Recording
@@ -184,7 +184,7 @@ def make_server(
         report=lambda result: updates.judged(result),
     )
     recording = None
-    observers: list[EngineObserver] = [metrics, trial]
+    observers: list[EngineObserver] = [metrics]
     if settings.record is not None:
         recording = Recording(
             Path(settings.record).expanduser(),
@@ -193,6 +193,8 @@ def make_server(
             max_bytes=settings.record_megabytes * 2**20,
         )
         observers.append(recording)
+    # The last one, so that it is told of a new draft only if the others could be.
+    observers.append(trial)
     engine = Engine(
         target,
         drafter,
@@ -202,7 +204,8 @@ def make_server(
         max_queue=settings.max_queue,
         prompt_tokens_per_round=settings.prompt_tokens_per_round,
         cache_bytes=settings.prefix_cache_megabytes * 2**20,
-        observer=Observers(*observers),
+        observers=observers,
+        name=name,
     )
     updates = DraftUpdates(
         engine,
