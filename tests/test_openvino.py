@@ -11,10 +11,11 @@ import json
 import logging
 import os
 import resource
+import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
+from concurrent.futures import ThreadPoolExecutor, wait
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -380,8 +381,51 @@ def test_padding_takes_no_slots_from_the_tokens_that_follow_in_a_call() -> None:
         assert context_length <= 64
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_calls_go_on_while_the_model_is_compiled_again_if_there_is_memory_for_both(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OpenVINOLM.of(torch_llama())
+    tokens = torch.tensor([[1, 2, 3]])
+    expected = model(tokens, features=[0]).logits
+    is_compiling = threading.Event()
+    may_compile = threading.Event()
+    own_compile_part = OpenVINOLM._compile_part
+
+    def compile_part(self: Any, *arguments: Any) -> Any:
+        is_compiling.set()
+        assert may_compile.wait(20)
+        return own_compile_part(self, *arguments)
+
+    monkeypatch.setattr(OpenVINOLM, "_compile_part", compile_part)
+    monkeypatch.setattr(OpenVINOLM, "_has_room_for_two", lambda self: has_room)
+    with ThreadPoolExecutor(2) as pool:
+        preparing = pool.submit(model.prepare_features, [1])
+        assert is_compiling.wait(20)
+        call = pool.submit(model, tokens, features=[0])
+        if has_room:
+            assert_close(call.result(20).logits, expected)
+        else:
+            # Without memory for both, there is nothing to call.
+            assert not wait([call], timeout=0.2).done
+        may_compile.set()
+        preparing.result(20)
+        assert_close(call.result(20).logits, expected)
+    output = model(tokens, features=[0, 1])
+    assert {*output.features} == {0, 1}
+    assert_close(output.logits, expected)
+
+
+def test_a_shallow_copy_compiles_for_itself() -> None:
+    model = OpenVINOLM.of(torch_llama())
+    copied = copy(model)
+    tokens = torch.tensor([[1, 2, 3]])
+    copied(tokens, features=[0])
+    assert {*model(tokens, features=[0]).features} == {0}
+
+
 def test_keys_and_values_of_float32_models_are_kept_in_float32() -> None:
-    compiled = openvino_llama()._graphs[0].compiled.request.get_compiled_model()
+    compiled = openvino_llama()._compiled_for().graphs[0].compiled.request.get_compiled_model()
     for name in ("KV_CACHE_PRECISION", "INFERENCE_PRECISION_HINT"):
         assert compiled.get_property(name) == openvino.Type.f32
 

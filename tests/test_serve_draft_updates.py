@@ -40,9 +40,11 @@ from lightning_specdec.drafters import (
     NGramDrafter,
     NGramWithFallback,
 )
+from lightning_specdec.models import LanguageModel
 from lightning_specdec.serve import draft_comparison, draft_updates
 from lightning_specdec.serve.draft_comparison import DraftTrial
 from lightning_specdec.serve.engine import DraftName
+from lightning_specdec.serve.memory import DrafterTrial
 from lightning_specdec.serve.metrics import Metrics
 from lightning_specdec.serve.server import Server, hangups_ignored, make_server
 from lightning_specdec.serve.settings import ServeSettings
@@ -241,6 +243,29 @@ def test_a_file_that_cannot_be_used_is_one_line_and_the_old_draft_stays(
 
         put(drafts["fitted"], path)
         wait(lambda: live_label(address) == label_of(drafts["fitted"]))
+
+
+def test_the_thread_that_decodes_opens_no_trial_and_compiles_nothing(
+    model: str, drafts: dict[str, Path], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, str] = {}
+    own_init = DrafterTrial.__init__
+    own_prepare = LanguageModel.prepare_features
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        threads["trial"] = threading.current_thread().name
+        own_init(self, *arguments, **options)
+
+    def prepare_features(self: Any, layers: Any) -> None:
+        threads["features"] = threading.current_thread().name
+        own_prepare(self, layers)
+
+    monkeypatch.setattr(DrafterTrial, "__init__", init)
+    monkeypatch.setattr(LanguageModel, "prepare_features", prepare_features)
+    with serving(model, path) as (_, address):
+        put(drafts["fitted"], path)
+        wait(lambda: live_label(address) == label_of(path))
+    assert threads == {"features": "draft", "trial": "draft"}
 
 
 @pytest.mark.parametrize("observer", [Metrics, DraftTrial])

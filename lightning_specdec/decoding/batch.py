@@ -109,13 +109,14 @@ class Batch:
         self.noise[slot, : len(unused)] = unused.to(self.device)
 
     def replace_drafter(self, drafter: Drafter) -> None:
-        """Draft with another drafter from the next round on, which reads the live texts again.
+        """Draft with another drafter from the next round on, in live rows too.
 
         Ended rows can be continued no more. If its state cannot be made, nothing has changed.
         """
         draft_state = drafter.init_state(len(self.rows), self.num_slots, self.target_context)
         check_state(drafter, draft_state)
         previous_drafter = self.drafter
+        previous_state = self.draft_state
         self.drafter = drafter
         self.draft_state = draft_state
 
@@ -123,11 +124,12 @@ class Batch:
         ended_slots = [slot for slot, row in enumerate(self.rows) if not row.live]
         for slot in ended_slots:
             self.rows[slot] = _empty_row()
-        if drafter.inside_target or drafter.features(self.target):
-            # It learns from the target's calls, which it has to see from the first token on.
+        self.target_state.clear(ended_slots)
+        learns_from_target = drafter.inside_target or bool(drafter.features(self.target))
+        if learns_from_target and not draft_state.take_over(previous_state):
+            # It has to see the target's calls from the first token on.
             self.target_state.clear(range(len(self.rows)))
-        else:
-            self.target_state.clear(ended_slots)
+        draft_state.clear(ended_slots)
         self.target_state.forget_calls(list(previous_drafter.modules()))
         self.executor = make_executor(
             self.target_state, self.target.vocab_size, self.timer, drafter

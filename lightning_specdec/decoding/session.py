@@ -434,8 +434,9 @@ class Session:
 
         Rows keep their texts and random numbers. So with `ExactMatch`, and at temperature 0 under
         every lossless rule, their tokens are the same as without the change. With
-        `RejectionSampling` they have the same distribution. The new drafter reads the texts again;
-        if it is inside the target, so does the target. What an adaptive window has learned of the
+        `RejectionSampling` they have the same distribution. The new drafter reads the texts again.
+        So does the target, if the drafter needs hidden states that the previous one did not have.
+        What an adaptive window has learned of the
         previous drafter is forgotten. Rows that have ended can be continued no more.
 
         Args:

@@ -201,6 +201,23 @@ class DraftState:
         """Truncate a row to `length` tokens, with which the prompt of the next turn begins."""
         self.truncate_row(row, length)
 
+    @property
+    def inner(self) -> DraftState:
+        """The state of the drafter that may read the target's hidden states: this one by default,
+        and one inside it if it consists of several.
+        """
+        return self
+
+    def take_over(self, previous: DraftState) -> bool:
+        """Continue the texts of another drafter's state, whose target has read them. The state is
+        new, and its drafter is inside the target.
+
+        Returns:
+            Whether it knows what it needs of these texts. If not, as by default, the target reads
+            them again.
+        """
+        return False
+
     def save_row(self, row: int, length: int) -> Any:
         """A copy of what a row remembers of its first `length` tokens, for `load_row`.
 

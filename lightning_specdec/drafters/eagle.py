@@ -42,10 +42,20 @@ class FeatureState(DraftState):
 
     The hidden states are in a static buffer, indexed by position, including those of draft tokens.
     Those after a rejection are overwritten before `num_known` includes them.
+
+    Args:
+        layers: numbers of the layers whose hidden states these are.
     """
 
-    def __init__(self, batch_size: int, max_length: int, context: TargetContext) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        max_length: int,
+        context: TargetContext,
+        layers: Sequence[int],
+    ) -> None:
         self.context = context
+        self.layers = tuple(layers)
         self.feature_cache = KVState(batch_size, max_length, device=context.model.device)
         self.entry_cache: Any = self.feature_cache
         """Keys and values of the entries that the network has read. They are further layers of the
@@ -142,6 +152,17 @@ class FeatureState(DraftState):
         entry_lengths[row] = min(entry_lengths[row], num_entries)
         self.entry_cache.truncate(entry_lengths)
 
+    def take_over(self, previous: DraftState) -> bool:
+        source = previous.inner
+        if not isinstance(source, FeatureState) or source.layers != self.layers:
+            return False
+        # The network reads its entries again, which is quick.
+        for row, num_known in enumerate(source.num_known):
+            copy = source.save_row(row, num_known)
+            if copy is not None:
+                self.load_row(row, copy, num_known)
+        return True
+
     def save_row(self, row: int, length: int) -> RowCopy | None:
         # The network reads its entries again, which is quick.
         num_known = min(length, self.num_known[row])
@@ -200,7 +221,7 @@ class FeatureDrafter(TrainedDrafter, ABC):
         assert context is not None, (
             "this draft reads the target's hidden states, so the session must pass the target"
         )
-        return FeatureState(batch_size, max_length, context)
+        return FeatureState(batch_size, max_length, context, self.settings.feature_layers)
 
     def observe(self, state: Any, output: ModelOutput, num_accepted: Sequence[int]) -> None:
         hidden_by_layer = [output.features[layer] for layer in self.settings.feature_layers]

@@ -143,6 +143,10 @@ class MedusaState(DraftState):
             text_length = num_read - num_draft_tokens
             self.lengths.append(text_length + num_added)
 
+    def take_over(self, previous: DraftState) -> bool:
+        # The next round supplies the only hidden state that the heads read.
+        return True
+
     def select(self, rows: Sequence[int]) -> None:
         # Any row will do as the source of an empty one, which has no hidden state.
         source_rows = [max(row, 0) for row in rows]

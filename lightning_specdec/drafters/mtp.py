@@ -62,7 +62,9 @@ class MtpState(FeatureState):
         context: TargetContext,
         num_layers: int,
     ) -> None:
-        super().__init__(batch_size, max_length, context)
+        assert context.model.num_layers is not None
+        last_layer = context.model.num_layers - 1
+        super().__init__(batch_size, max_length, context, [last_layer])
         self.num_layers = num_layers
 
     def truncate_row(self, row: int, length: int) -> None:

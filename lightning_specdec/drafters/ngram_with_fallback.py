@@ -78,6 +78,13 @@ class FallbackState(JointState):
         self.fallback = fallback
         self.context = context
 
+    @property
+    def inner(self) -> DraftState:
+        return self.fallback.inner
+
+    def take_over(self, previous: DraftState) -> bool:
+        return self.fallback.take_over(previous)
+
 
 class NGramWithFallback(Drafter):
     """Drafts by prompt lookup, and with another drafter for the rows without a match.

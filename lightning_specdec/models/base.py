@@ -154,6 +154,12 @@ class LanguageModel(nn.Module, ABC):
         """Raise ValueError if the model cannot exit after its first `num_layers` layers."""
         self._lacks("layers to exit from")
 
+    def prepare_features(self, layers: Sequence[int]) -> None:  # noqa: B027
+        """Do now what the first call with these features would do, which may take seconds.
+
+        Other threads may call the model in the meantime.
+        """
+
     def lower(
         self,
         tokens: Int[Tensor, "B T"],

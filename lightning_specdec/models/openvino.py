@@ -14,9 +14,10 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 from lightning_specdec.config.activity import Activity
 from lightning_specdec.config.files import cache_home, new_directory, remove_abandoned
-from lightning_specdec.config.memory import require_memory
+from lightning_specdec.config.memory import available_bytes, require_memory
 from lightning_specdec.models.agreement import agreement_of
 from lightning_specdec.models.base import ExitStates, ModelOutput, weights_digest, weights_stamp
 from lightning_specdec.models.huggingface import HuggingFaceLM
@@ -68,6 +69,9 @@ PRECISIONS = {torch.float32: ("f32", ov.Type.f32), torch.bfloat16: ("bf16", ov.T
 DYNAMIC_GROUP = 32
 """Activations that share a scale where they meet quantized weights. OpenVINO quantizes them in
 calls on several tokens; 0 does not quantize them."""
+COMPILING_SPACE = 1.5
+"""Free memory for which the model is compiled again beside the one in use, in multiples of its
+converted weights. Otherwise the one in use is freed first, and its callers wait."""
 LONG_CALL_TOKENS = 1024
 """Tokens from which on a call may take seconds, so that it is reported."""
 FEWEST_QUANTIZED_TOKENS = 2
@@ -526,7 +530,7 @@ class _Graph:
         model: ov.Model,
         first_layer: int,
         end_layer: int,
-        features: set[int],
+        features: Collection[int],
         dtype: torch.dtype,
         *,
         fewest_scored: int,
@@ -600,6 +604,26 @@ class _Graph:
         return outputs[-1], dict(zip(self.features, outputs, strict=False))
 
 
+@dataclass(frozen=True)
+class _CompiledLayers:
+    """All layers of a model, compiled.
+
+    Args:
+        graphs: in their order.
+        features: the layers whose outputs they return.
+        exit_layers: numbers of layers after which they are divided.
+    """
+
+    graphs: list[_Graph]
+    features: frozenset[int]
+    exit_layers: tuple[int, ...]
+
+    def serves(self, features: Sequence[int], exit_layers: Sequence[int]) -> bool:
+        """Whether they return these features, and are divided after these numbers of layers."""
+        is_divided = all(layer in self.exit_layers for layer in exit_layers)
+        return is_divided and self.features.issuperset(features)
+
+
 def _entry_after(model: ov.Model, layer: int) -> Any:
     """A new input in place of a layer's output.
 
@@ -664,11 +688,11 @@ class OpenVINOLM(HuggingFaceLM):
             # To compare the parts with the whole model would read all weights.
             self._parts = LayerStack(self.model)
         self._fewest_tokens = 1 if quantization is None else FEWEST_QUANTIZED_TOKENS
-        self._features: set[int] = set()
-        self._exit_layers: list[int] = []
         self._head: _Graph | None = None
         self._compiling = Lock()
-        self._compile_layers()
+        # Replaced as a whole, since other threads may read it. None while it is compiled again.
+        self._compiled: _CompiledLayers | None = None
+        self._compiled_for()
 
     @classmethod
     def of(
@@ -710,20 +734,59 @@ class OpenVINOLM(HuggingFaceLM):
             return cls(model, directory, quantization, dynamic_group=0, is_unchanged=is_unchanged)
         return decoded
 
-    def _compile_layers(self) -> None:
-        """Compile the layers, divided after each number of layers in `_exit_layers`."""
-        borders = (0, *self._exit_layers, self.stack.num_layers)
-        # The old ones are freed first: each holds the weights in the layout of this processor.
-        self._graphs: list[_Graph] = []
-        with Activity("compiling the model for this processor"):
-            self._graphs = [self._compile_part(*layers) for layers in pairwise(borders)]
+    def _compiled_for(
+        self,
+        features: Sequence[int] = (),
+        exit_layers: Sequence[int] = (),
+    ) -> _CompiledLayers:
+        """The compiled layers, which return these features and are divided after these numbers of
+        layers. They are compiled again if they are not.
 
-    def _compile_part(self, first_layer: int, end_layer: int) -> _Graph:
+        Other threads go on with the present ones in the meantime, if there is memory for both.
+        """
+        present = self._compiled
+        if present is not None and present.serves(features, exit_layers):
+            return present
+        with self._compiling:
+            present = self._compiled
+            if present is not None and present.serves(features, exit_layers):
+                return present
+
+            all_features = frozenset(features)
+            all_exits = set(exit_layers)
+            if present is not None:
+                all_features |= present.features
+                all_exits |= {*present.exit_layers}
+            if not self._has_room_for_two():
+                # Each holds the weights in the layout of this processor.
+                present = None
+                self._compiled = None
+            self._compiled = self._compile_layers(all_features, tuple(sorted(all_exits)))
+            return self._compiled
+
+    def _has_room_for_two(self) -> bool:
+        """Whether the layers may be compiled while those that are compiled already are in use."""
+        num_bytes = (self.directory / "model.bin").stat().st_size
+        available = available_bytes("cpu")
+        return available is not None and available > COMPILING_SPACE * num_bytes
+
+    def _compile_layers(
+        self, features: frozenset[int], exit_layers: tuple[int, ...]
+    ) -> _CompiledLayers:
+        """Compile the layers, divided after each number of layers in `exit_layers`."""
+        borders = (0, *exit_layers, self.stack.num_layers)
+        with Activity("compiling the model for this processor"):
+            graphs = [self._compile_part(*layers, features) for layers in pairwise(borders)]
+        return _CompiledLayers(graphs, features, exit_layers)
+
+    def _compile_part(
+        self, first_layer: int, end_layer: int, features: frozenset[int] = frozenset()
+    ) -> _Graph:
         return _Graph(
             _core().read_model(self.directory / "model.xml"),
             first_layer,
             end_layer,
-            self._features,
+            features,
             self.compute_dtype,
             fewest_scored=self._fewest_tokens,
             dynamic_group=self.dynamic_group,
@@ -756,7 +819,7 @@ class OpenVINOLM(HuggingFaceLM):
         if self._present_stamp() != self._stamp:
             raise ValueError(_CHANGED)
         sizes = []
-        for graph in self._graphs:
+        for graph in self._compiled_for().graphs:
             sizes += graph.compiled.sizes
         return PagedState(
             batch_size,
@@ -769,10 +832,10 @@ class OpenVINOLM(HuggingFaceLM):
 
     def check_exit(self, num_layers: int) -> None:
         super().check_exit(num_layers)
-        with self._compiling:
-            if num_layers not in self._exit_layers:
-                self._exit_layers = sorted({*self._exit_layers, num_layers})
-                self._compile_layers()
+        self._compiled_for(exit_layers=[num_layers])
+
+    def prepare_features(self, layers: Sequence[int]) -> None:
+        self._compiled_for(layers)
 
     @torch.no_grad()
     def exit_logits(self, hidden: Tensor) -> Tensor:
@@ -799,10 +862,7 @@ class OpenVINOLM(HuggingFaceLM):
         batch_size, num_tokens = tokens.shape
         if state is None:
             state = self.init_state(batch_size, num_tokens)
-        with self._compiling:
-            if not self._features.issuperset(features):
-                self._features |= {*features}
-                self._compile_layers()
+        compiled = self._compiled_for(features)
 
         lengths = [num_tokens] * batch_size
         if valid_lengths is not None:
@@ -815,8 +875,9 @@ class OpenVINOLM(HuggingFaceLM):
 
         scored = _scored_indices(lengths, num_tokens, logits_for)
         with _shown(sum(lengths)):
+            layers = (first_layer, self.stack.num_layers)
             logits, hidden = self._run(
-                inputs, state, state.consumed, lengths, scored, first_layer, self.stack.num_layers
+                compiled, layers, inputs, state, state.consumed, lengths, scored
             )
         state.advance(num_tokens, valid_lengths)
         requested_features = {layer: hidden[layer] for layer in features}
@@ -835,22 +896,25 @@ class OpenVINOLM(HuggingFaceLM):
         num_slots = state.num_blocks * BLOCK
         lengths = [max(0, min(tokens.shape[1], num_slots - start)) for start in starts]
         no_scores = np.zeros((len(tokens), 0), dtype=np.int64)
-        hidden, _ = self._run(tokens, state, starts, lengths, no_scores, 0, num_layers)
+        compiled = self._compiled_for(exit_layers=[num_layers])
+        hidden, _ = self._run(compiled, (0, num_layers), tokens, state, starts, lengths, no_scores)
         return hidden
 
     def _run(
         self,
+        compiled: _CompiledLayers,
+        layers: tuple[int, int],
         inputs: Tensor,
         state: DecodeState,
         starts: Sequence[int],
         lengths: Sequence[int],
         scored: np.ndarray,
-        first_layer: int,
-        end_layer: int,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run the layers from `first_layer` to before `end_layer`.
+        """Run some consecutive layers.
 
         Args:
+            compiled: divided where these layers begin and end.
+            layers: the first layer, and the first one after the last.
             inputs: tokens `[B, T]`, or the input of `first_layer`, `[B, T, D]`.
             starts: position of each row's first token.
             lengths: how many of each row's T tokens are real.
@@ -861,9 +925,10 @@ class OpenVINOLM(HuggingFaceLM):
             if layers follow; and the features by layer. Padding is zero.
         """
         assert isinstance(state, PagedState), f"OpenVINO needs a PagedState, got {state}"
+        first_layer, end_layer = layers
         graphs = [
             graph
-            for graph in self._graphs
+            for graph in compiled.graphs
             if first_layer <= graph.first_layer and graph.end_layer <= end_layer
         ]
         call_sizes = state.num_tokens[graphs[0].first_layer]

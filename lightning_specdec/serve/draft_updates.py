@@ -315,8 +315,11 @@ class DraftUpdates:
             log.info("the draft %s takes the place of %s", draft.name, previous.name)
 
     def _prepared(self, drafter: Drafter) -> Drafter:
-        """A loaded draft in the form that drafts."""
-        fused = eval_copy(drafter).fused(self._engine.target)
+        """A loaded draft in the form that drafts, for which the target is ready."""
+        target = self._engine.target
+        fused = eval_copy(drafter).fused(target)
+        # Requests go on while OpenVINO compiles the target for other hidden states.
+        target.prepare_features(fused.features(target))
         present = self._engine.drafter
         if not isinstance(present, NGramWithFallback) or not isinstance(fused, NGramWithFallback):
             return fused

@@ -145,16 +145,14 @@ class Replacement:
 
 @dataclass(frozen=True)
 class TriedDrafter:
-    """A replacement that has begun.
+    """A replacement that is tried.
 
     Args:
         replacement: what drafts if it passes the trial.
-        config: of the engine with its window.
         trial: its rounds alternate with those of the requests.
     """
 
     replacement: Replacement
-    config: DecodingConfig
     trial: DrafterTrial
 
 
@@ -281,7 +279,9 @@ class Engine:
         self._waiting: deque[Generation] = deque()
         self._num_live = 0
         self._deadline: float | None = None
+        # The replacement that waits, and its trial if it is open already.
         self._replacement: Replacement | None = None
+        self._opened: DrafterTrial | None = None
 
         # Only the engine's thread uses the session and its rows, and the drafter that is tried.
         self._tried: TriedDrafter | None = None
@@ -356,16 +356,52 @@ class Engine:
     def replace_drafter(self, replacement: Replacement) -> None:
         """Try another drafter, and draft with it from then on. Running requests go on.
 
-        A replacement that has not begun is given up for this one.
+        A replacement that has not begun is given up for this one. On a CPU, the calling thread
+        opens the session of the trial, so that requests do not wait for it. On a GPU, the engine's
+        thread does so between two rounds, since it may be recording calls.
         """
+        opened = None
+        if self.target.device.type == "cpu":
+            try:
+                opened = self._open_trial(replacement)
+            except Exception as error:  # whatever is wrong with it, the present drafter goes on
+                replacement.done.set_exception(error)
+                return
         with self._condition:
             superseded = self._replacement
             self._replacement = replacement
+            self._opened = opened
             self._condition.notify()
         if superseded is not None:
             superseded.done.cancel()
         if not self.is_running:
             self._give_up_replacement()
+
+    def _open_trial(self, replacement: Replacement) -> DrafterTrial:
+        """Open the trial of a drafter. Raises ValueError if the drafter does not fit."""
+        config = self._config_with(replacement)
+        self._check_context_of(replacement.drafter)
+        return DrafterTrial(
+            self.target,
+            replacement.drafter,
+            config,
+            max_length=self.max_length,
+            max_batch_size=self.max_batch_size,
+        )
+
+    def _config_with(self, replacement: Replacement) -> DecodingConfig:
+        """The present config with the window of a replacement."""
+        if replacement.num_draft_tokens is None:
+            return self.config
+        return self.config.changed(num_draft_tokens=replacement.num_draft_tokens)
+
+    def _check_context_of(self, drafter: Drafter) -> None:
+        # The last token of an answer is not read.
+        limit = drafter.max_positions
+        if limit is not None and limit + 1 < self.max_length:
+            raise ValueError(
+                f"its context of {limit} tokens is too short for requests of {self.max_length}"
+            )
 
     def begin_shutdown(self, seconds: float) -> None:
         """Refuse what waits and what comes. What is being decoded has some seconds to finish."""
@@ -442,26 +478,19 @@ class Engine:
         """Begin to try the drafter that waits, if there is one."""
         with self._condition:
             replacement = self._replacement
+            trial = self._opened
             self._replacement = None
+            self._opened = None
         if replacement is None or not replacement.done.set_running_or_notify_cancel():
             return
 
-        try:
-            config = self.config
-            if replacement.num_draft_tokens is not None:
-                config = config.changed(num_draft_tokens=replacement.num_draft_tokens)
-            self._check_context_of(replacement.drafter)
-            trial = DrafterTrial(
-                self.target,
-                replacement.drafter,
-                config,
-                max_length=self.max_length,
-                max_batch_size=self.max_batch_size,
-            )
-        except Exception as error:  # as in `_replace_drafter`
-            replacement.done.set_exception(error)
-            return
-        self._tried = TriedDrafter(replacement, config, trial)
+        if trial is None:
+            try:
+                trial = self._open_trial(replacement)
+            except Exception as error:  # as in `_replace_drafter`
+                replacement.done.set_exception(error)
+                return
+        self._tried = TriedDrafter(replacement, trial)
 
     def _use(self, tried: TriedDrafter) -> None:
         """Draft from the next round on with a drafter that has passed its trial.
@@ -478,23 +507,16 @@ class Engine:
             raise
         self.drafter = replacement.drafter
         self.draft_name = replacement.name
-        self.config = tried.config
+        self.config = self._config_with(replacement)
         # The states in the cache were saved with the previous drafter.
         self._cache = PrefixCache(self._cache.capacity)
-
-    def _check_context_of(self, drafter: Drafter) -> None:
-        # The last token of an answer is not read.
-        limit = drafter.max_positions
-        if limit is not None and limit + 1 < self.max_length:
-            raise ValueError(
-                f"its context of {limit} tokens is too short for requests of {self.max_length}"
-            )
 
     def _give_up_replacement(self) -> None:
         """Refuse a replacement, since the engine has ended."""
         with self._condition:
             replacement = self._replacement
             self._replacement = None
+            self._opened = None
         if replacement is not None:
             replacement.done.cancel()
 
