@@ -173,11 +173,13 @@ def free_port() -> int:
         return port
 
 
-def vllm_command(method: str, port: int, options: argparse.Namespace) -> list[str]:
-    """Command of vLLM's server."""
+def vllm_command(
+    method: str, port: int, options: argparse.Namespace, num_slots: int = 2 * NUM_CLIENTS
+) -> list[str]:
+    """Command of vLLM's server, which decodes `num_slots` requests together."""
     command = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
     command += ["--dtype", DTYPE, "--port", str(port), "--enforce-eager"]
-    command += ["--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "8"]
+    command += ["--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", str(num_slots)]
     speculation: dict[str, Any] = {"num_speculative_tokens": NUM_DRAFT_TOKENS}
     if method == STANDARD:
         return command
@@ -194,14 +196,16 @@ def vllm_command(method: str, port: int, options: argparse.Namespace) -> list[st
     return [*command, "--speculative-config", json.dumps(speculation)]
 
 
-def llama_cpp_command(method: str, port: int, options: argparse.Namespace) -> list[str]:
-    """Command of llama.cpp's server."""
+def llama_cpp_command(
+    method: str, port: int, options: argparse.Namespace, num_slots: int = NUM_CLIENTS
+) -> list[str]:
+    """Command of llama.cpp's server, which decodes `num_slots` requests together."""
     target_file = options.directory / "target.gguf"
     if not target_file.exists():
         convert(options.model, target_file, options)
     command = [options.llama_server, "-m", str(target_file), "--port", str(port)]
     command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "--metrics"]
-    command += ["-np", str(NUM_CLIENTS), "-c", str(NUM_CLIENTS * CONTEXT_LENGTH)]
+    command += ["-np", str(num_slots), "-c", str(num_slots * CONTEXT_LENGTH)]
     # Its threads wait for each other in a loop, so a program beside them would halve the speed.
     command += ["-t", str(max(1, len(os.sched_getaffinity(0)) // 2))]
     if method == STANDARD:

@@ -516,6 +516,20 @@ def serve(
     port: int = PORT,
 ) -> Iterator[str]:
     """Start a server that listens on this port, and yield its address."""
+    with serve_process(command, environment, port=port) as (url, _):
+        yield url
+
+
+@contextmanager
+def serve_process(
+    command: list[str],
+    environment: dict[str, str] | None = None,
+    *,
+    port: int = PORT,
+) -> Iterator[tuple[str, int]]:
+    """Start a server that listens on this port, and yield its address and the number of its
+    process.
+    """
     url = f"http://127.0.0.1:{port}"
     with TemporaryDirectory() as folder, Path(folder, "log").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -527,7 +541,7 @@ def serve(
                     errors = [line for line in log.read().splitlines() if "rror" in line]
                     raise SystemExit("error: the engine does not serve:\n" + "\n".join(errors[:8]))
                 time.sleep(1)
-            yield url
+            yield url, process.pid
         finally:
             process.terminate()
             process.wait(600)

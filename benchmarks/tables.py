@@ -22,6 +22,7 @@ import markdown_tables
 import peers_tables
 import record_tables
 import serve_learning
+import serve_load
 import suffix_corpus
 from peers_methods import PAIR_METHODS
 
@@ -245,6 +246,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine_audit_power": table_of(engine_audit_power.table, "engine_audit_power"),
     "engines": table_of(record_tables.engines_table, "engines"),
     "kills": table_of(kills.table, "kills"),
+    "serve_load": table_of(serve_load.table, "serve_load"),
     "serve_learning": lambda: serve_learning.table(read_record("serve_learning")),
     "suffix_corpus": table_of(suffix_corpus.table, "suffix_corpus"),
     "rnn_speed": table_of(record_tables.rnn_speed_table, "rnn_speed"),

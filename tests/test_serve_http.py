@@ -73,6 +73,30 @@ def expected_text(decoder: SpeculativeDecoder, prompt: Any, **options: Any) -> s
     return str(decoder.decode_standard([prompt], **options).rows[0].text)
 
 
+def test_an_answer_goes_on_after_the_end_if_that_is_ignored(
+    client: openai.OpenAI, decoder: SpeculativeDecoder
+) -> None:
+    options: dict[str, Any] = {"prompt": "the oak", "temperature": 1.0, "seed": 3}
+    biased: dict[str, Any] = {**options, "logit_bias": {str(token): 9 for token in decoder.eos}}
+    for fields in (options, biased):
+        answer: Any = client.completions.create(
+            model=MODEL, max_tokens=30, extra_body={"ignore_eos": True}, **fields
+        )
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens == 30
+    expected = expected_text(decoder, "the oak", max_new_tokens=30, temperature=1.0, seed=3, eos=())
+    answer = client.completions.create(
+        model=MODEL, max_tokens=30, extra_body={"ignore_eos": True}, **options
+    )
+    assert answer.choices[0].text == expected
+    ended: Any = client.completions.create(model=MODEL, max_tokens=30, **biased)
+    assert ended.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="ignore_eos and guided_regex exclude"):
+        client.completions.create(
+            model=MODEL, extra_body={"ignore_eos": True, "guided_regex": "a+"}, **options
+        )
+
+
 def test_a_chat_is_standard_decoding_s_answer(
     client: openai.OpenAI, decoder: SpeculativeDecoder
 ) -> None:

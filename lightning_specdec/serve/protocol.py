@@ -124,6 +124,7 @@ class CommonRequest(Settings):
     guided_regex: str | None = None
     guided_choice: Any = None
     guided_grammar: str | None = None
+    ignore_eos: bool = False
     return_token_ids: bool = False
     store: bool | None = None
 
@@ -201,6 +202,8 @@ class CommonRequest(Settings):
     def sampling_changes(self) -> dict[str, Any]:
         """Fields of `DecodingConfig` that the request sets, besides processors and seed."""
         changes: dict[str, Any] = {"stop": self.stop_strings}
+        if self.ignore_eos:
+            changes["eos"] = ()
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
             if value is not None:

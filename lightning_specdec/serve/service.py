@@ -237,6 +237,8 @@ class Service:
             grammar, param = requested
         if grammar is None:
             return None
+        if request.ignore_eos:
+            raise ApiError(f"ignore_eos and {param} exclude each other", param="ignore_eos")
         grammar = replace(grammar, max_seconds=MAX_GRAMMAR_SECONDS)
         try:
             self._try(grammar)
