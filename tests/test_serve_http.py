@@ -370,10 +370,10 @@ def test_a_client_that_leaves_frees_its_slot_within_a_round(
     step = Session.step
     may_step = threading.Semaphore(0)
 
-    def step_when_allowed(session: Session) -> Any:
+    def step_when_allowed(session: Session, *arguments: Any) -> Any:
         if session.live:
             may_step.acquire()
-        return step(session)
+        return step(session, *arguments)
 
     no_eos = {str(token): -100 for token in decoder.eos}
     body: dict[str, Any] = {"prompt": TEXT, "max_tokens": 400, "logit_bias": no_eos}
