@@ -298,12 +298,22 @@ def test_attention_without_a_mask_refuses_what_it_does_not_compute(option: str) 
         )
 
 
+@pytest.mark.parametrize("most_tokens", [8, 128])
 @pytest.mark.parametrize("cost_of_call", [0, 4, 1000])
-def test_parts_cover_every_token_once(cost_of_call: int) -> None:
-    for lengths in ([1], [9], [8, 8], [20, 1, 1], [20, 7, 30, 3], [17, 33], [0, 40]):
+def test_parts_cover_every_token_once(cost_of_call: int, most_tokens: int) -> None:
+    for lengths in (
+        [1],
+        [9],
+        [8, 8],
+        [20, 1, 1],
+        [20, 7, 30, 3],
+        [17, 33],
+        [0, 40],
+        [90, 3, 200, 70],
+    ):
         read_tokens: list[tuple[int, int]] = []
-        for part in parts_of(lengths, 8, cost_of_call):
-            assert part.num_tokens <= 8
+        for part in parts_of(lengths, most_tokens, cost_of_call):
+            assert part.num_tokens <= most_tokens
             for row, start, length in zip(part.rows, part.starts, part.lengths, strict=True):
                 positions = range(start, start + length)
                 read_tokens += [(row, position) for position in positions]
@@ -321,6 +331,8 @@ def test_no_row_is_padded_to_a_much_longer_one() -> None:
     # Two calls more would cost more than the padding of the shorter row.
     assert calls([4, 15, 200, 4], 32) == [(2, 185), (None, 15)]
     assert calls([5, 1, 1, 1], 32) == [(None, 5)]
+    # A round of many rows, one of which has a long draft, is one call.
+    assert calls([17, *[1] * 15], 32) == [(None, 17)]
     assert calls([0, 0, 90], 32) == [(2, 90)]
 
 

@@ -28,6 +28,9 @@ CALL_COST = {"cpu": 32, "cuda": 4096}
 """Tokens that take as long as one more call, by the type of device: on a CPU the time to read the
 weights, on a GPU that of the launches. Rows are padded to a longer one if that is cheaper than a
 separate call. The numbers are rough: a factor of two changes few choices."""
+MOST_PADDED = 64
+"""Rows of at most this many tokens always share a call: they are drafts, or short prompts, and what
+two calls cost depends on the model more than on its padding."""
 NOTHING = slice(0, 0)
 """Selects no positions of a call."""
 
@@ -119,7 +122,8 @@ def _num_shared(lengths: Sequence[int], most_tokens: int, cost_of_call: int) -> 
     """Tokens of the call that all rows share: the number with the least cost in total."""
     short_lengths = {length for length in lengths if length <= most_tokens}
     longest = max(short_lengths, default=0)
-    if len(lengths) * longest - sum(lengths) <= cost_of_call:
+    num_padding = len(lengths) * longest - sum(lengths)
+    if longest <= MOST_PADDED or num_padding <= cost_of_call:
         return longest
 
     costs: dict[int, int] = {}
