@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from lightning_specdec import SpeculativeDecoder
+
 ROOT = Path(__file__).parent.parent
 MOST_WEIGHTS = 5e6
 SOME_WITH_IMAGES = ["mistral3", "qwen2_5_vl", "qwen3_5", "llava", "lfm2_vl", "glm4v_moe", "step3p7"]
@@ -48,3 +50,11 @@ def test_families_that_read_images_are_examined_or_left_out_for_a_reason(
         assert name in families, name
     for name in SOME_WITH_IMAGES:
         assert f"{name} with images" in names
+
+
+def test_positions_that_a_family_counts_itself_are_left_to_it(every_family: ModuleType) -> None:
+    """Kosmos begins after the padding token's number, whatever positions others count."""
+    model, expected = every_family.varied_model("kosmos-2.5 with images")
+    decoder = SpeculativeDecoder(model)
+    result = decoder.decode(every_family.PROMPTS, max_new_tokens=every_family.NUM_NEW)
+    assert result.tokens == expected

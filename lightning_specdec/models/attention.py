@@ -32,6 +32,9 @@ NAME = "lightning_specdec"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 """Families with two-sided attention. As decoders, some of them do not count positions from 0."""
+_OWN_POSITIONS = ("kosmos-2", "kosmos-2.5")
+"""Families whose positions begin after the number of the padding token. They accept others, which
+transformers' generation does not pass."""
 _READ_WHOLE_TEXTS = ("cpmant",)
 """Families that take the whole text in every call, although they have a cache."""
 _SCALED_KINDS = ("linear", "yarn", "llama3")
@@ -257,7 +260,14 @@ def needs_row_caches(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
         return True
     if getattr(config, "alibi", False) or config.model_type in _OWN_MASKS:
         return True
-    return "position_ids" not in inspect.signature(type(model).forward).parameters
+    return not accepts_positions(model)
+
+
+def accepts_positions(model: PreTrainedModel) -> bool:
+    """Whether transformers' own generation passes the positions of tokens to a model."""
+    if model.config.model_type in _OWN_POSITIONS:
+        return False
+    return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
 def _reason_to_refuse(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:

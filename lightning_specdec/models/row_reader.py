@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightning_specdec.models.attention import max_positions
+from lightning_specdec.models.attention import accepts_positions, max_positions
 from lightning_specdec.models.base import ModelOutput
 from lightning_specdec.models.layers import cache_name, scoring_only
 from lightning_specdec.models.model_config import first_line
@@ -322,7 +322,7 @@ class RowReader:
         parameters = inspect.signature(type(self.model).forward).parameters
         lengths = [call.row.num_read for call in calls]
         starts = torch.tensor(lengths, device=tokens.device)
-        has_positions = "position_ids" in parameters
+        has_positions = accepts_positions(self.model)
         if has_positions:
             new_positions = torch.arange(num_tokens, device=tokens.device)
             options["position_ids"] = starts[:, None] + new_positions
