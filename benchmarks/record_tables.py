@@ -5,6 +5,7 @@ Every function takes the part of a record that it shows and returns a whole tabl
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -66,6 +67,51 @@ def _lossless_values(audit: Row, name: str) -> list[str]:
 def _verdict_counts(audit: Row) -> str:
     counts = Counter(_lossless_values(audit, "verdict"))
     return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+
+
+FAMILY_RESULTS = {
+    "exact": "exact",
+    "tie": "exact but for rounding",
+    "partly refused": "exact, some uses refused",
+    "refused": "refused",
+    "transformers does not generate": "transformers does not generate",
+    "wrong": "wrong",
+    "crash": "crash",
+    "time limit": "not finished",
+}
+"""How the results of families.json are called, in the order of the table."""
+
+
+def family_counts_table(families: Sequence[Row]) -> str:
+    """How many families have each result."""
+    counts = Counter(row["outcome"] for row in families)
+    rows = []
+    for outcome, label in FAMILY_RESULTS.items():
+        if counts[outcome]:
+            rows.append((label, str(counts[outcome])))
+    return markdown_table(("Result", "Families"), rows)
+
+
+def families_table(families: Sequence[Row]) -> str:
+    """One line for each family: its layers, whether it is decoded exactly, and why not."""
+    columns = {
+        "Family": lambda row: f"`{row['family']}`",
+        "Layers": lambda row: row.get("layers", "-"),
+        "Result": lambda row: FAMILY_RESULTS[row["outcome"]],
+        "Reason": _family_reason,
+    }
+    return records_table(columns, sorted(families, key=lambda row: str(row["family"])))
+
+
+def _family_reason(row: Row) -> str:
+    """Why a family is not exact, without the place in the code that raised the error."""
+    reason = str(row.get("reason", ""))
+    without_place = re.sub(r" \(\w+\.py:\d+\)$", "", reason)
+    if row["outcome"] == "refused":
+        # A refusal is a sentence of its own, in whatever use it appeared.
+        without_place = re.sub(r"^.*ValueError: ", "", without_place)
+    # A bar would end the cell.
+    return without_place.replace("|", "\\|") or "-"
 
 
 def engines_table(drafts: Sequence[Row]) -> str:

@@ -245,6 +245,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine_audits": table_of(engine_audits.table, "engine_audits"),
     "engine_audit_power": table_of(engine_audit_power.table, "engine_audit_power"),
     "engines": table_of(record_tables.engines_table, "engines"),
+    "families": table_of(record_tables.families_table, "families"),
+    "family_counts": table_of(record_tables.family_counts_table, "families"),
     "kills": table_of(kills.table, "kills"),
     "serve_load": table_of(serve_load.table, "serve_load"),
     "serve_learning": lambda: serve_learning.table(read_record("serve_learning")),
