@@ -50,6 +50,8 @@ LAWS = (
     "processors",
     "grammar",
     "windows",
+    "joined_rows",
+    "prompt_parts",
     "huggingface",
     "layers",
     "translation",
