@@ -14,7 +14,7 @@ from families import tiny
 from tiny_vocabularies import letters
 
 from lightning_specdec.decoding import Request, Session
-from lightning_specdec.drafters import Drafter, ModelDrafter
+from lightning_specdec.drafters import Drafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import Grammar
@@ -303,3 +303,42 @@ def test_recorded_and_pipelined_rounds_read_prompts_in_parts(drafter: str) -> No
     run(session, 11)
     for number, row in enumerate(rows):
         assert row.text == alone(model, drafter_object, number).text
+
+
+class FirstTokenFails(cases.Wrapped):
+    """A model whose first call has NaN in all logits of the last row."""
+
+    num_calls = 0
+
+    def forward(self, tokens: torch.Tensor, state: Any = None, **options: Any) -> Any:
+        output = super().forward(tokens, state, **options)
+        self.num_calls += 1
+        if self.num_calls == 1:
+            output.logits[-1] = torch.nan
+        return output
+
+
+def test_a_row_that_fails_at_its_first_token_harms_no_other() -> None:
+    """Its text stays as the draft has seen it: the end of a text that exceeds its context."""
+    target = cases.target("llama")
+    drafter = ModelDrafter(cases.Wrapped(cases.related(target), max_positions=16))
+    numbers = (0, 2, 4)
+    session = new_session(FirstTokenFails(target), drafter)
+    rows = [add(session, number) for number in numbers]
+    failed = session.add([1] * 40, max_new_tokens=NUM_NEW)
+    run(session)
+    assert (failed.stop_reason, failed.num_new) == ("failed", 0)
+    for number, row in zip(numbers, rows, strict=True):
+        assert row.text == alone(target, drafter, number).text
+
+
+@pytest.mark.parametrize("family", ["jamba", "deepseek_v32"])
+def test_a_target_that_reads_one_token_a_call_reads_whole_prompts(family: str) -> None:
+    model = row_families.ours(family)
+    prompt = row_families.PROMPTS[-1]
+    session = Session(model, NGramDrafter(), max_length=MAX_LENGTH, max_new_tokens=4)
+    row = session.add(prompt)
+    session.step(8)
+    assert row.num_new > 0
+    run(session, 8)
+    assert row.text[len(prompt) :] == row_families.standard(family, 4)[-1]

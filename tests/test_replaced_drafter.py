@@ -15,6 +15,7 @@ from tiny_vocabularies import letters
 
 from lightning_specdec.decoding import AdaptiveWindow, Calibration, Request, Session
 from lightning_specdec.drafters import Drafter, ModelDrafter
+from lightning_specdec.drafters.eagle import FeatureState
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.state import KVState
@@ -455,3 +456,24 @@ def test_recorded_calls_do_not_add_up(name: str) -> None:
         counts.append((len(graphs._recordings), len(graphs._fixed_addresses)))
         session.replace_drafter(recorded_drafter())
     assert counts[-1] == counts[-4]
+
+
+def test_the_previous_drafter_stays_if_the_new_one_cannot_take_its_texts_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = cases.target("llama")
+    eagle = cases.drafter("eagle", "llama")
+    session = Session(model, eagle, max_length=MAX_LENGTH, num_draft_tokens=WINDOW)
+    rows = [add(session, number) for number in range(3)]
+    session.step()
+    session.step()
+
+    def fail(state: FeatureState, previous: Any) -> bool:
+        raise ValueError("not enough memory for its hidden states")
+
+    monkeypatch.setattr(FeatureState, "take_over", fail)
+    with pytest.raises(ValueError, match="not enough memory"):
+        session.replace_drafter(cases.drafter("eagle_reduced", "llama"))
+    run(session)
+    for number, row in enumerate(rows):
+        assert row.rounds == alone(model, eagle, number).rounds

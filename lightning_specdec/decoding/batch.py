@@ -95,6 +95,9 @@ class Batch:
         """Put a row into a free slot, with noise that continues that of its earlier turns."""
         self.rows[slot] = row
         row.num_prompt_read = self.target_state.consumed[slot]
+        # What a row shows if it ends before its first round: as much as an empty row, two tokens.
+        num_visible = max(row.num_prompt_read + 1, 2)
+        row.num_withheld = max(0, row.prompt_length - num_visible)
         if row.seed is not None:
             self._write_noise(slot, row.seed)
 
@@ -115,8 +118,9 @@ class Batch:
         """
         draft_state = drafter.init_state(len(self.rows), self.num_slots, self.target_context)
         check_state(drafter, draft_state)
+        learns_from_target = drafter.inside_target or bool(drafter.features(self.target))
+        reads_again = learns_from_target and not draft_state.take_over(self.draft_state)
         previous_drafter = self.drafter
-        previous_state = self.draft_state
         self.drafter = drafter
         self.draft_state = draft_state
 
@@ -125,9 +129,8 @@ class Batch:
         for slot in ended_slots:
             self.rows[slot] = _empty_row()
         self.target_state.clear(ended_slots)
-        learns_from_target = drafter.inside_target or bool(drafter.features(self.target))
-        if learns_from_target and not draft_state.take_over(previous_state):
-            # It has to see the target's calls from the first token on.
+        if reads_again:
+            # The new drafter has to see the target's calls from the first token on.
             self.target_state.clear(range(len(self.rows)))
         draft_state.clear(ended_slots)
         self.target_state.forget_calls(list(previous_drafter.modules()))
@@ -234,25 +237,25 @@ class Batch:
                 return slot
         return None
 
-    def withhold(self, arrivals: Sequence[Request], max_prompt_tokens: int | None) -> None:
+    def withhold(self, live_rows: Sequence[Request], max_prompt_tokens: int | None) -> None:
         """Choose how much of each prompt the next round reads.
 
         Args:
-            arrivals: the live rows, the oldest first.
+            live_rows: the oldest first.
             max_prompt_tokens: most tokens of all prompts together; None for whole prompts. At least
-                one token of each prompt is read, since every row takes part in every call.
+                one token of each prompt is read, since every row takes part in every call. Targets
+                that read parts one token a call read whole prompts.
         """
         for row in self.rows:
-            row.num_withheld = 0
-            if row.num_new == 0 and not row.live:
-                # Nobody needs the rest of this prompt. Two tokens are what an empty row has.
-                num_visible = max(row.num_prompt_read + 1, 2)
-                row.num_withheld = max(0, row.prompt_length - num_visible)
-        if max_prompt_tokens is None:
+            # A row that has ended keeps what it showed last: nobody needs the rest of its prompt,
+            # and drafters have seen no less of its text.
+            if row.live:
+                row.num_withheld = 0
+        if max_prompt_tokens is None or not self.target_state.reads_in_parts:
             return
 
         num_left = max_prompt_tokens
-        for row in arrivals:
+        for row in live_rows:
             if row.num_new > 0:
                 continue
             num_unread = row.prompt_length - row.num_prompt_read

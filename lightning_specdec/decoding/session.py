@@ -164,7 +164,8 @@ class Session:
         Args:
             max_prompt_tokens: most tokens of prompts that the round reads, so that rows with new
                 tokens do not wait for a long prompt. The others are read in the next rounds. None
-                reads whole prompts. No row's tokens depend on it.
+                reads whole prompts, and so do targets that read parts one token a call. No row's
+                tokens depend on it.
 
         Returns:
             Each live row with its new tokens, without rows that read a part of their prompt. An
@@ -180,8 +181,9 @@ class Session:
             if not self.live:
                 return []
             self._batch.shrink()
-            arrivals = [row for row in self._added if row.live]
-            self._batch.withhold(arrivals, max_prompt_tokens)
+            # In the order in which they were added.
+            live_rows = [row for row in self._added if row.live]
+            self._batch.withhold(live_rows, max_prompt_tokens)
             return self._run_round()
 
     def _run_round(self) -> Events:
@@ -436,8 +438,8 @@ class Session:
         every lossless rule, their tokens are the same as without the change. With
         `RejectionSampling` they have the same distribution. The new drafter reads the texts again.
         So does the target, if the drafter needs hidden states that the previous one did not have.
-        What an adaptive window has learned of the
-        previous drafter is forgotten. Rows that have ended can be continued no more.
+        What an adaptive window has learned of the previous drafter is forgotten. Rows that have
+        ended can be continued no more.
 
         Args:
             drafter: proposes draft tokens from now on.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ _MAX_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}
 float32, an error of 1.4e-4 has been seen (Zamba)."""
 _MAX_COARSE_TOLERANCE = 0.1
 """The same in half precision."""
+_measuring = threading.Lock()
+"""Held while it is measured how a model may be called, since other threads would decode by what is
+only tried."""
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +135,9 @@ class RowReader:
 
     def init_state(self, batch_size: int, device: torch.device) -> SnapshotState:
         """An empty state for `batch_size` rows."""
-        return SnapshotState(batch_size, device, self.new_cache)
+        state = SnapshotState(batch_size, device, self.new_cache)
+        state.reads_in_parts = self._reads_several
+        return state
 
     def snapshot_bytes(self, device: torch.device) -> int:
         """Bytes of one snapshot of a row, as one token shows."""
@@ -226,8 +232,10 @@ class RowReader:
             return num_before if num_before > MAX_REREAD else 0
         if row.num_read > 0:
             return num_before
+        if committed > 0:
+            return committed
         # The first call reads a whole prompt, as transformers' own generation does.
-        return committed or num_before + 1
+        return num_before + 1
 
     def _call_lengths(self, row: SnapshotRow, num_tokens: int) -> list[int]:
         """Tokens of the calls that read so many tokens."""
@@ -383,18 +391,19 @@ class RowReader:
             ValueError: the model does not continue a text from its cache, or a snapshot does not
                 bring back its state.
         """
-        if self.model.dtype == self._measured_dtype:
-            return
-        self._reads_several = False
-        self.joins = Joins.NONE
-        try:
-            self._measure(device)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{type(self.model).__name__} does not continue a text from its cache "
-                f"({first_line(error)}): use transformers' own generate"
-            ) from error
-        self._measured_dtype = self.model.dtype
+        with _measuring:
+            if self.model.dtype == self._measured_dtype:
+                return
+            self._reads_several = False
+            self.joins = Joins.NONE
+            try:
+                self._measure(device)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{type(self.model).__name__} does not continue a text from its cache "
+                    f"({first_line(error)}): use transformers' own generate"
+                ) from error
+            self._measured_dtype = self.model.dtype
 
     def _measure(self, device: torch.device) -> None:
         """Find out how many tokens a call may read, and which rows may share one."""

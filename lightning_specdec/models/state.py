@@ -44,11 +44,14 @@ class DecodeState(ABC):
         consumed: number of tokens that each row has consumed, on the host.
         committed: for each row the smallest length that it can still be truncated to.
         device: where the state's tensors are.
-        shares_calls: whether one call of the model reads all rows. If not, an empty row costs a
-            call.
+        shares_calls: whether an empty row costs nothing, since each call reads all rows. If not,
+            rows are read alone or with those that happen to read equally many tokens.
+        reads_in_parts: whether a prompt may be read in several calls, each on many tokens. If not,
+            the model reads one token a call after the first.
     """
 
     shares_calls: ClassVar[bool] = True
+    reads_in_parts = True
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self.consumed = [0] * batch_size
