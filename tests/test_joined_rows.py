@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -196,3 +198,52 @@ def test_an_interrupted_call_for_several_rows_is_repeated() -> None:
         pass
     for row, prompt, expected in zip(rows, PROMPTS, standard("qwen3_5_text", NUM_NEW), strict=True):
         assert row.text[len(prompt) :] == expected
+
+
+def test_snapshots_of_windows_have_memory_of_their_own() -> None:
+    """A window is a part of a longer text, or of the texts of several rows."""
+    model = tiny("mistral", sliding_window=6, num_hidden_layers=2)
+    reader = RowReader(model, model.config)
+    device = torch.device("cpu")
+    reader.measure(device)
+    state = reader.init_state(3, device)
+    tokens = torch.arange(60).view(3, 20)
+    num_windows = 0
+    for num_new in (20, 2, 2):
+        reader.read(tokens[:, :num_new], state, None, None, ())
+        state.commit(state.consumed)
+        for row in state.rows:
+            for snapshot in row.snapshots:
+                layers, _ = snapshot.saved
+                for layer in layers:
+                    keys = layer["keys"]
+                    assert keys.untyped_storage().nbytes() == keys.numel() * keys.element_size()
+                    num_windows += 1
+    assert num_windows >= 12
+
+
+def test_threads_measure_a_model_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one of them tries how rows may share calls, another one must not decode that way."""
+    model = HuggingFaceLM(tiny("mamba2", **FAMILIES["mamba2"]))
+    own_measure = RowReader._measure
+    is_measuring = threading.Event()
+    may_measure = threading.Event()
+    num_measured = 0
+
+    def measure(reader: RowReader, device: torch.device) -> None:
+        nonlocal num_measured
+        num_measured += 1
+        is_measuring.set()
+        assert may_measure.wait(20)
+        own_measure(reader, device)
+
+    monkeypatch.setattr(RowReader, "_measure", measure)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(model.init_state, 1, 20)
+        assert is_measuring.wait(20)
+        second = pool.submit(model.init_state, 1, 20)
+        assert not wait([second], timeout=0.2).done
+        may_measure.set()
+        first.result(20)
+        second.result(20)
+    assert num_measured == 1

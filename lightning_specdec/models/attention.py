@@ -245,7 +245,7 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
 
 
 def needs_row_caches(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
-    """Whether a model is decoded one row at a time, over caches that transformers makes for it.
+    """Whether each row of a model is decoded over a separate cache, which transformers makes.
 
     These are models with recurrent layers, with sparse or chunked attention, with masks that depend
     on the shape of the cache, and those that accept no positions.

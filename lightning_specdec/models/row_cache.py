@@ -247,6 +247,9 @@ def _saved_layer(layer: Any) -> dict[str, Any]:
             # An empty tensor has no dimension of tokens yet.
             dim = _GROWING_TENSORS[name] if value.dim() > 1 else 0
             saved[name] = _NumSlots(value.shape[dim])
+        elif isinstance(value, Tensor):
+            # Python would copy all that shares memory with it: a whole prompt, or all joined rows.
+            saved[name] = value.clone()
         else:
             saved[name] = deepcopy(value)
     return saved
