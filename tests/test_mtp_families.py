@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +37,7 @@ from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.models.loading import load_model
 from lightning_specdec.models.model_config import quiet
 from lightning_specdec.models.mtp_building import new_mtp
-from lightning_specdec.models.mtp_files import load_mtp, stored_weights
+from lightning_specdec.models.mtp_files import dequantized, load_mtp, stored_weights
 
 NUM_LAYERS = 4
 """Layers of a model without its prediction layer."""
@@ -597,3 +599,61 @@ def test_a_layer_of_a_kind_without_a_way_back_is_refused(tmp_path: Path) -> None
     assert json.loads((tmp_path / "config.json").read_text())["mtp_layers_block_type"]
     with pytest.raises(ValueError, match="of the kind linear_attention are not supported"):
         MtpDrafter.for_target(load_model(str(tmp_path)))
+
+
+def test_the_first_of_several_layers_drafts_alone(home: Path, tmp_path: Path) -> None:
+    """Of layers that the config lists with their kinds, and of layers that only the files show."""
+    listed_path = tmp_path / "listed"
+    settings: dict[str, Any] = {
+        "num_nextn_predict_layers": 2,
+        "mtp_layer_types": ["sliding_attention", "full_attention"],
+        "mtp_mlp_layer_types": ["sparse", "dense"],
+    }
+    with quiet():
+        multimodal("step3p7", **settings).save_pretrained(listed_path)
+    check_first_layer(listed_path)
+
+    stored_path = tmp_path / "stored"
+    family_path = home / "mimo_v2_flash"
+    if not family_path.exists():
+        write_checkpoint(home, "mimo_v2_flash")
+    shutil.copytree(family_path, stored_path)
+    file = stored_path / "model.safetensors"
+    weights = load_file(file)
+    model_weights = {
+        name: weight for name, weight in weights.items() if not is_of_layer("mimo_v2_flash", name)
+    }
+    save_file(model_weights, file, {"format": "pt"})
+    check_first_layer(stored_path)
+
+
+def check_first_layer(path: Path) -> None:
+    """Write two prediction layers beside the model of a checkpoint, and read one of them."""
+    target = load_model(str(path))
+    assert isinstance(target, HuggingFaceLM)
+    network = new_mtp(target, 2)
+    file = path / "model.safetensors"
+    save_file({**load_file(file), **stored_weights(network, target)}, file, {"format": "pt"})
+
+    written = load_model(str(path))
+    assert load_mtp(written).num_layers == 2
+    first = load_mtp(written, 1)
+    assert first.num_layers == 1
+    assert first.kinds == network.kinds[:1]
+    expected = network.layers[0].state_dict()
+    weights = first.layers[0].state_dict()
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (4,), (2, 2)])
+def test_scales_of_other_blocks_are_refused(shape: tuple[int, ...]) -> None:
+    weight = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    scale = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+    with pytest.raises(ValueError, match="are not those of blocks"):
+        dequantized(weight, scale, (4, 3), torch.float32)
+    expected = torch.tensor([[1.0, 1, 1, 2]] * 4)
+    assert torch.equal(
+        dequantized(weight, torch.tensor([[1.0, 2]]), (4, 3), torch.float32), expected
+    )

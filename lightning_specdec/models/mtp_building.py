@@ -90,6 +90,9 @@ def with_layers(
             usable_kinds = [kind for kind in model_kinds if name != "layer_types" or kind in KINDS]
             last_kind = [*model_kinds[-1:], *usable_kinds][-1]
             setattr(completed, f"mtp_{name}", [last_kind] * num_layers)
+        else:
+            listed_kinds = getattr(completed, f"mtp_{name}")
+            setattr(completed, f"mtp_{name}", list(listed_kinds)[:num_layers])
 
     # Layers are counted from 0, and experts are in every one of them.
     if hasattr(completed, "mlp_only_layers"):

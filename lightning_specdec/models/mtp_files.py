@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -88,10 +89,13 @@ class StoredLayers:
     def _first_number(self) -> int:
         return int(self.config.num_hidden_layers)
 
-    def by_path(self) -> dict[str, str]:
+    def by_path(self, num_layers: int) -> dict[str, str]:
         """Names of the weights, by the names that transformers reads them under.
 
         These are those of further layers of the model, whose layout transformers converts.
+
+        Args:
+            num_layers: how many of the layers are read, from the first one on.
         """
         layout = self.layout
         names = {}
@@ -102,6 +106,8 @@ class StoredLayers:
             readable_name = name
             if path is not None:
                 index, weight_name = path
+                if index >= num_layers:
+                    continue
                 weight_name = weight_name.removeprefix(f"{BLOCK}.")
                 readable_name = f"model.layers.{self._first_number + index}.{weight_name}"
             names[readable_name] = name
@@ -279,7 +285,7 @@ def _load_weights(model: Any, target: HuggingFaceLM, layers: StoredLayers) -> No
                 opened[weight.path] = files.enter_context(safe_open(weight.path, framework="pt"))
         # Slices of open files: a weight is read when it is converted.
         stored: dict[str, Any] = {}
-        for readable_name, name in layers.by_path().items():
+        for readable_name, name in layers.by_path(len(model.layers)).items():
             weight = layers.weights[name]
             scale = layers.weights.get(name + SCALE)
             if name.endswith(SCALE):
@@ -313,12 +319,26 @@ def dequantized(
     block_shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """A weight of 8-bit floats times the scale of each block of rows and columns."""
-    if scale.dim() >= 2:
-        for axis in (-2, -1):
-            # Blocks at the end may be cut off.
-            scale = scale.repeat_interleave(block_shape[axis], dim=axis)
-            scale = scale.narrow(axis, 0, weight.shape[axis])
+    """A weight of 8-bit floats times the scale of each block of rows and columns.
+
+    Raises:
+        ValueError: there are scales for blocks of another shape.
+    """
+    if scale.numel() == 1:
+        return (weight.float() * scale.float().item()).to(dtype)
+
+    num_blocks = []
+    for axis in (-2, -1):
+        # Blocks at the end may be cut off.
+        num_blocks.append(math.ceil(weight.shape[axis] / block_shape[axis]))
+    if list(scale.shape) != [*weight.shape[:-2], *num_blocks]:
+        raise ValueError(
+            f"scales {list(scale.shape)} of weights {list(weight.shape)} are not those of blocks "
+            f"{list(block_shape)}"
+        )
+    for axis in (-2, -1):
+        scale = scale.repeat_interleave(block_shape[axis], dim=axis)
+        scale = scale.narrow(axis, 0, weight.shape[axis])
     return (weight.float() * scale.float()).to(dtype)
 
 
