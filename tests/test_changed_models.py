@@ -27,8 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 import lightning_specdec
 from lightning_specdec import ModelDrafter, NGramDrafter, SpeculativeDecoder
 from lightning_specdec.hf_generate import _decoders
-from lightning_specdec.models.changes import ModelStamp
+from lightning_specdec.models.changes import ModelStamp, user_code
 from lightning_specdec.models.huggingface import HuggingFaceLM, _in_eval_mode
+from lightning_specdec.models.layers import scoring_only
 from lightning_specdec.models.packed import PackedLinear
 
 PROMPTS = [[3, 5, 7, 3, 5], [11, 2, 11, 2, 11, 2, 9]]
@@ -1011,3 +1012,9 @@ def test_a_stamp_sees_writes_to_buffers_even_without_those_to_parameters() -> No
     assert ModelStamp(model, count_writes=False) == stamp
     model.running_mean.add_(1)  # type: ignore[union-attr]
     assert ModelStamp(model, count_writes=False) != stamp
+
+
+def test_a_call_in_another_thread_is_no_code_of_a_user() -> None:
+    model = model_of()
+    with scoring_only(model, lambda hidden: hidden):
+        assert user_code(model) == []

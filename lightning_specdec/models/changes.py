@@ -27,7 +27,7 @@ _HOOK_TABLES = {
 _INTERNAL_HOOK_MODULES = (
     "transformers.utils.output_capturing",
     "lightning_specdec.models.huggingface",
-    "lightning_specdec.models.row_reader",
+    "lightning_specdec.models.layers",
 )
 _INTERNAL_NAMES = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of weights, submodules and hooks, its mode."""
