@@ -334,6 +334,8 @@ def test_no_row_is_padded_to_a_much_longer_one() -> None:
     # A round of many rows, one of which has a long draft, is one call.
     assert calls([17, *[1] * 15], 32) == [(None, 17)]
     assert calls([0, 0, 90], 32) == [(2, 90)]
+    # A row that is read in parts anyway leaves the padding of the others as it is.
+    assert calls([2000, 10, 900], 32) == [(0, 1000), (0, 990), (2, 890), (None, 10)]
 
 
 @torch.inference_mode()

@@ -122,7 +122,7 @@ def _num_shared(lengths: Sequence[int], most_tokens: int, cost_of_call: int) -> 
     """Tokens of the call that all rows share: the number with the least cost in total."""
     short_lengths = {length for length in lengths if length <= most_tokens}
     longest = max(short_lengths, default=0)
-    num_padding = len(lengths) * longest - sum(lengths)
+    num_padding = sum(max(0, longest - length) for length in lengths)
     if longest <= MOST_PADDED or num_padding <= cost_of_call:
         return longest
 
