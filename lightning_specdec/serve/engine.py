@@ -207,8 +207,8 @@ class Observers:
             try:
                 observer.replaced(drafter)
             except Exception:
-                told = Observers(*self.observers[:index])
-                told._tell(lambda observer: observer.replaced(previous))
+                earlier_observers = Observers(*self.observers[:index])
+                earlier_observers._tell(lambda observer: observer.replaced(previous))
                 raise
 
     def answered(self, generation: Generation, row: Request) -> None:
