@@ -247,3 +247,20 @@ def test_threads_measure_a_model_one_after_the_other(monkeypatch: pytest.MonkeyP
         first.result(20)
         second.result(20)
     assert num_measured == 1
+
+
+def test_no_row_is_padded_to_a_much_longer_one(
+    calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows without keys and values need no padding, so they always share a call."""
+    monkeypatch.setattr(row_reader, "SHORT_TEXT", 7)
+    lengths = [3, 6, 10, 12, 40]
+    prompts = [list(range(1, length + 1)) for length in lengths]
+    for family, steps in (("qwen3_5_text", [(2, 1), (2, 1), (1, 1)]), ("mamba2", [(5, 1)])):
+        model = ours(family)
+        assert reader_of(model).joins is Joins.ALL
+        calls.clear()
+        result = autoregressive_decode(model, prompts, max_new_tokens=2)
+        assert calls[-len(steps) :] == steps
+        for prompt, tokens in zip(prompts, result.tokens, strict=True):
+            assert autoregressive_decode(model, [prompt], max_new_tokens=2).tokens == [tokens]

@@ -46,6 +46,8 @@ and a snapshot is taken after it, so that they are not read a third time."""
 MAX_JOINED_TOKENS = 32
 """Most tokens of each row in a call for several rows. Longer calls take as much time together as
 one after the other, and need more memory."""
+SHORT_TEXT = 511
+"""Texts of at most this many tokens are padded to each other's length."""
 _IGNORES_STATE = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma")
 """Families of transformers 5.24 whose calls on several tokens begin with an empty state."""
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")
@@ -263,12 +265,17 @@ class RowReader:
     def _group_of(self, call: _RowCall) -> Hashable:
         """What the rows that share a call have in common."""
         num_tokens = len(call.tokens)
-        is_first = call.row.num_read == 0
-        if self.joins is Joins.NONE or is_first or num_tokens > MAX_JOINED_TOKENS:
+        num_read = call.row.num_read
+        if self.joins is Joins.NONE or num_read == 0 or num_tokens > MAX_JOINED_TOKENS:
+            # Nothing: only this call has this number.
             return id(call)
         if self.joins is Joins.EQUAL_LENGTHS:
-            return num_tokens, call.row.num_read
-        return num_tokens
+            return num_tokens, num_read
+        cache: Any = call.row.cache
+        if not cache.has_tokens:
+            return num_tokens
+        # A row is padded to twice its length at most, unless all of them are short.
+        return num_tokens, max(num_read, SHORT_TEXT).bit_length()
 
     def _call(self, calls: Sequence[_RowCall]) -> None:
         """One call of the model, which continues the row of each of these calls."""
