@@ -331,6 +331,7 @@ def test_other_routes(client: openai.OpenAI, served: tuple[Server, str], model: 
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 
+    client.completions.create(model=MODEL, prompt="the cat", max_tokens=16, temperature=0)
     page = HTTP.get(served[1])
     assert page.headers["content-type"].startswith("text/html")
     assert "/v1/chat/completions" in page.text
