@@ -57,7 +57,13 @@ def test_each_draft_is_tried_alone_and_after_lookup() -> None:
     assert found == ["prompt lookup", "head", "prompt lookup, then head"]
 
     given = draftings(decoder, source, ["models/other"])
-    assert [kind.name for kind in given] == ["prompt lookup", "other", "prompt lookup, then other"]
+    assert [kind.name for kind in given] == [
+        "prompt lookup",
+        "other",
+        "prompt lookup, then other",
+        "other in int4",
+        "prompt lookup, then other in int4",
+    ]
     assert given[1].fields == {"draft": "models/other"}
 
     copies = draftings(decoder, source.changed(draft_quantization="int8"))

@@ -382,7 +382,7 @@ def _is_model(draft: str) -> bool:
     """Whether a draft is a model with an output head of its own: a directory, or on the Hub."""
     path = Path(draft).expanduser()
     if not path.exists():
-        return True
+        return path.suffix not in (".safetensors", ".ckpt", ".gguf")
     return (path / "config.json").is_file() and not is_head(path)
 
 
