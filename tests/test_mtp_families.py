@@ -21,7 +21,7 @@ from families import LATENT, SIZES, tiny
 from multimodal import multimodal
 from resumed_rows import check_resumed_conversation
 from safetensors.torch import load_file, save_file
-from test_mtp import NUM_NEW, PROMPTS, Recording, their_proposals
+from test_mtp import NUM_NEW, PROMPTS, Recording, decoder_of, their_proposals
 from tiny_heads import examples
 from tiny_mtp import fit
 from torch import Tensor, nn
@@ -319,11 +319,6 @@ def target_of(directory: Path) -> HuggingFaceLM:
     target = load_model(str(directory))
     assert isinstance(target, HuggingFaceLM)
     return target
-
-
-@functools.cache
-def decoder_of(directory: Path) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_pretrained(str(directory), drafter="MtpDrafter", pack=False)
 
 
 class Loop:

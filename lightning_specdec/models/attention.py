@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from lightning_specdec.models.layers import cache_name
+from lightning_specdec.models.layers import cache_name, parameter_names
 from lightning_specdec.models.packed import computes_natively
 from lightning_specdec.models.state import KVStorage, Slots
 
@@ -267,7 +266,7 @@ def accepts_positions(model: PreTrainedModel) -> bool:
     """Whether transformers' own generation passes the positions of tokens to a model."""
     if model.config.model_type in _OWN_POSITIONS:
         return False
-    return "position_ids" in inspect.signature(type(model).forward).parameters
+    return "position_ids" in parameter_names(type(model).forward)
 
 
 def _reason_to_refuse(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
@@ -288,7 +287,7 @@ def _reason_to_refuse(model: PreTrainedModel, config: PreTrainedConfig) -> str |
     # The class counts: a user may have replaced the function of this one model.
     forward = type(model).forward
     has_cache = cache_name(forward) or cache_name(type(model.base_model).forward)
-    if has_cache is None and "state" not in inspect.signature(forward).parameters:
+    if has_cache is None and "state" not in parameter_names(forward):
         return "keeps no key-value cache, which speculative decoding needs: use another model"
     if config.model_type in _READ_WHOLE_TEXTS:
         return "reads the whole text in every call: use another model"

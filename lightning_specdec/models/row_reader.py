@@ -8,7 +8,6 @@ Shapes: B rows, T tokens, N scored positions, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_specdec.models.attention import accepts_positions, max_positions
 from lightning_specdec.models.base import ModelOutput
-from lightning_specdec.models.layers import cache_name, scoring_only
+from lightning_specdec.models.layers import cache_name, parameter_names, scoring_only
 from lightning_specdec.models.model_config import first_line
 from lightning_specdec.models.row_cache import (
     ModelCache,
@@ -287,8 +286,10 @@ class RowReader:
 
         rows: list[int] = []
         positions: list[int] = []
+        columns_by_call: list[list[int]] = []
         for index, call in enumerate(calls):
-            _, row_positions = call.scored()
+            columns, row_positions = call.scored()
+            columns_by_call.append(columns)
             rows += [index] * len(row_positions)
             positions += row_positions
         if not positions:
@@ -310,8 +311,7 @@ class RowReader:
             # A replaced forward function may compute logits without the output head.
             logits = model_output.logits[rows, positions]
         first = 0
-        for call in calls:
-            columns, _ = call.scored()
+        for call, columns in zip(calls, columns_by_call, strict=True):
             if columns:
                 call.output.add_logits(columns, logits[first : first + len(columns)])
             first += len(columns)
@@ -334,7 +334,7 @@ class RowReader:
         num_tokens = tokens.shape[1]
         options: dict[str, Any] = {"input_ids": tokens, "use_cache": True}
 
-        parameters = inspect.signature(type(self.model).forward).parameters
+        parameters = parameter_names(type(self.model).forward)
         lengths = [call.row.num_read for call in calls]
         starts = torch.tensor(lengths, device=tokens.device)
         has_positions = accepts_positions(self.model)
