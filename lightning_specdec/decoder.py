@@ -28,6 +28,7 @@ from lightning_specdec.config.pairs import MOST_THREADS, get_pair
 from lightning_specdec.config.settings import accepts_fields
 from lightning_specdec.decoding import (
     AdaptiveWindow,
+    Calibration,
     DecodeResult,
     Session,
     TextPieces,
@@ -501,28 +502,46 @@ class SpeculativeDecoder:
                 missing[name] = value
         return config.changed(**missing) if missing else config
 
-    def window(self, config: Config = None, *, batch_size: int = 1, **changes: Any) -> int | Window:
+    def window(
+        self,
+        config: Config = None,
+        *,
+        batch_size: int | Sequence[int] = 1,
+        **changes: Any,
+    ) -> int | Window:
         """The draft tokens per round that a call with these arguments uses.
 
-        For "auto" it is an `AdaptiveWindow`. Its costs are measured for `batch_size` rows, once for
-        each pair, machine and settings. This takes seconds (minutes for large models); the result
-        is kept in the cache directory.
+        For "auto" it is an `AdaptiveWindow`. Its costs are measured once for each pair, machine,
+        settings and batch size. This takes seconds (minutes for large models); the result is kept
+        in the cache directory.
+
+        Args:
+            batch_size: rows whose costs are measured. Several sizes are for a batch whose number of
+                rows changes, as in a server.
         """
         config = self.config(config, **changes)
         if config.num_draft_tokens != "auto":
             return config.num_draft_tokens
-        return self._adaptive_window(self.ready(), config, batch_size)
+        pair = self.ready()
+        if isinstance(batch_size, int):
+            return self._adaptive_window(pair, config, [batch_size])
+        return self._adaptive_window(pair, config, batch_size)
 
     def _adaptive_window(
         self,
         pair: tuple[LanguageModel, Drafter],
         config: DecodingConfig,
-        batch_size: int,
+        batch_sizes: Sequence[int],
     ) -> Window:
         from lightning_specdec.decoding.calibration import load_or_measure
 
         target, drafter = pair
-        return AdaptiveWindow(load_or_measure(target, drafter, config, batch_size=batch_size))
+        calibrations: dict[int, Calibration] = {}
+        for batch_size in batch_sizes:
+            calibrations[batch_size] = load_or_measure(
+                target, drafter, config, batch_size=batch_size
+            )
+        return AdaptiveWindow(calibrations)
 
     def decode(
         self,
@@ -654,7 +673,7 @@ class SpeculativeDecoder:
             config = self.config(config, **changes)
             pair = self.ready()
             if config.num_draft_tokens == "auto":
-                window = self._adaptive_window(pair, config, len(tokens))
+                window = self._adaptive_window(pair, config, [len(tokens)])
                 config = config.changed(num_draft_tokens=window)
             session = open_session(*pair, tokens, config, indices=indices)
         session.lock = self._lock

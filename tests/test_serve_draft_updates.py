@@ -545,7 +545,9 @@ def test_adaptive_windows_need_known_costs(
         SpeculativeDecoder, "_adaptive_window", lambda *arguments: AdaptiveWindow(costs)
     )
     known: list[Calibration] = []
-    monkeypatch.setattr(draft_updates, "stored", lambda *arguments: known[0] if known else None)
+    monkeypatch.setattr(
+        draft_updates, "stored", lambda *arguments, **sizes: known[0] if known else None
+    )
     settings = ServeSettings(port=0, reload_seconds=0.01)
     config = DecodingConfig(num_draft_tokens="auto")
     server = make_server(decoder_of(model, path), config, settings, model_name="tiny")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+import resource
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -15,6 +17,8 @@ from torch import Tensor
 from lightning_specdec.decoding import open_session
 from lightning_specdec.drafters.model import ModelDraftState
 from lightning_specdec.models import DecodeState, KVState, ModelOutput, RecurrentState
+from lightning_specdec.models.paged_state import BLOCK, PagedState
+from lightning_specdec.models.state import lazy_zeros
 
 MAX_LENGTH = 24
 KINDS = {
@@ -23,6 +27,7 @@ KINDS = {
     "fused-3": lambda: cases.MODELS["fused"](2, num_layers=3),
     "transformer-1": lambda: cases.MODELS["transformer"](2, num_layers=1),
     "transformer-3": lambda: cases.MODELS["transformer"](2, num_layers=3),
+    "openvino-2": lambda: cases.MODELS["openvino"](2),
 }
 """Models by name; the number is that of their layers."""
 
@@ -38,11 +43,30 @@ def poison(state: DecodeState) -> None:
                 values[row, :, length:] = -1e4
         return
 
+    if isinstance(state, PagedState):
+        for buffer in state._buffers:
+            # `[B, number of blocks, BLOCK, H, D]`
+            by_slot = buffer.unflatten(0, (-1, state.num_blocks)).transpose(2, 3)
+            for row, length in enumerate(state.consumed):
+                slots = torch.arange(length, state.num_blocks * BLOCK)
+                by_slot[row, slots // BLOCK, slots % BLOCK] = 1e4
+        return
+
     assert isinstance(state, RecurrentState)
     state._keep(state._past.clone())
     for row, length in enumerate(state.consumed):
         slot = length - state._origin[row]
         state._past[row, slot + 1 :] = torch.nan
+
+
+def rows_of(state: DecodeState) -> list[Tensor]:
+    """All that a state keeps, `[B, ...]`."""
+    if isinstance(state, KVState):
+        return list(state.storage.buffers())
+    if isinstance(state, PagedState):
+        return [buffer.unflatten(0, (-1, state.num_blocks)) for buffer in state._buffers]
+    assert isinstance(state, RecurrentState)
+    return [state._past]
 
 
 class RandomWalk:
@@ -94,7 +118,10 @@ class RandomWalk:
         """The number of tokens for each row: often ragged, and often all of them."""
         if self.random.random() < 0.4:
             return [num_tokens] * len(self.texts)
-        return [self.random.randint(0, num_tokens) for _ in self.texts]
+        lengths = [self.random.randint(0, num_tokens) for _ in self.texts]
+        # A call reads something.
+        lengths[0] = max(1, lengths[0])
+        return lengths
 
     def draw_tokens(self, num_tokens: int) -> list[int]:
         return [self.random.randrange(cases.VOCAB) for _ in range(num_tokens)]
@@ -168,17 +195,41 @@ def test_a_request_that_ended_in_nan_does_not_affect_the_next_one(kind: str) -> 
     tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
     state = model.init_state(2, 8)
     model(tokens, state)
-    if isinstance(state, KVState):
-        buffers = list(state.storage.buffers())
-    else:
-        assert isinstance(state, RecurrentState)
-        buffers = [state._past]
-    for buffer in buffers:
-        buffer[1] = torch.nan
+    for values in rows_of(state):
+        # What a call can have written: the slots of its tokens.
+        is_in_slots = isinstance(state, KVState)
+        written = values[1, :, :3] if is_in_slots else values[1]
+        written.fill_(torch.nan)
+    if isinstance(state, PagedState):
+        assert state.num_blocks == 1
 
     state.clear([1])
     logits = model(tokens, state).logits
     assert_close(logits[1:], model(tokens[1:]).logits)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_nothing_is_left_of_a_cleared_row(kind: str, seed: int) -> None:
+    """Whatever calls wrote: padding, tokens that were rejected, copies of other rows."""
+    walk = RandomWalk(kind, seed, poisoned=False)
+    for _ in range(10):
+        walk.run(10)
+        num_rows = len(walk.texts)
+        copies = [walk.state.save_row(row, len(walk.texts[row])) for row in range(num_rows)]
+        for row in range(num_rows):
+            walk.state.clear([row])
+            assert all(values[row].eq(0).all() for values in rows_of(walk.state))
+            walk.texts[row] = []
+            walk.committed[row] = 0
+        if copies[0] is not None:
+            walk.state.load_row(num_rows - 1, copies[0], copies[0].length)
+            walk.state.select([num_rows - 1])
+            walk.state.clear([0])
+            assert all(values[0].eq(0).all() for values in rows_of(walk.state))
+            walk.texts = [[]]
+            walk.committed = [0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -284,3 +335,43 @@ def test_static_buffers_are_never_reallocated() -> None:
     initial_addresses = buffer_addresses(state)
     while session.step():
         assert buffer_addresses(state) == initial_addresses
+
+
+def test_empty_slots_take_no_memory() -> None:
+    """Of a long context, only what a text uses is in memory, also after the batch grew."""
+
+    def resident_bytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    num_slots = 2**18
+    like = torch.zeros(1, 2, 1, 64)
+    before = resident_bytes()
+    state = KVState(1, num_slots, device=torch.device("cpu"))
+    paged = PagedState(1, num_slots, sizes=[(2, 64, 64)], dtype=torch.float32)
+    for _ in range(2):
+        num_rows = len(state.consumed)
+        values = like.expand(num_rows, -1, -1, -1)
+        state.storage.update(0, state.slots(1), values, values)
+        state.advance(1)
+        paged.plan_call(paged.consumed, [1] * num_rows)
+        paged.advance(1)
+        state.select([0, -1])
+        paged.select([0, -1])
+        state.clear([0])
+        paged.clear([0])
+
+    whole_bytes = 2 * 2 * num_slots * 2 * 64 * 4
+    assert resident_bytes() - before < 0.05 * whole_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_lazy_zeros_are_aligned_zeros(dtype: torch.dtype) -> None:
+    zeros = lazy_zeros([3, 5, 2], dtype, torch.device("cpu"))
+    assert zeros.shape == (3, 5, 2)
+    assert zeros.dtype == dtype
+    assert zeros.is_contiguous()
+    assert zeros.data_ptr() % 64 == 0
+    assert zeros.eq(0).all()
+    zeros += 1
+    assert zeros.eq(1).all()

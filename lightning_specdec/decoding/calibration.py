@@ -23,7 +23,7 @@ from lightning_specdec import __version__
 from lightning_specdec.config.activity import FIRST_SECONDS, Activity
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.files import cache_home, replaced
-from lightning_specdec.decoding.requests import Request
+from lightning_specdec.decoding.requests import Request, power_of_two
 from lightning_specdec.decoding.session import Session
 from lightning_specdec.decoding.timing import PHASES
 from lightning_specdec.decoding.windows import Calibration, Plan, Window
@@ -161,10 +161,11 @@ def calibrate(
     passes = [] if notes is None else notes.read(windows, length)
     num_missing = max(0, FEWEST_PASSES - len(passes))
     name = type(drafter).__name__
+    of_rows = f" of {batch_size} rows" if batch_size > 1 else ""
     is_warm = False
     # A user who asks for "auto" does not expect to wait, so Python shows it by default.
     with Activity(
-        f"measuring what rounds with {name} cost on this machine",
+        f"measuring what rounds with {name}{of_rows} cost on this machine",
         (num_missing + 1) * (len(windows) + 1),
         unit="steps",
         level=logging.WARNING,
@@ -468,6 +469,20 @@ def _store(calibration: Calibration, path: Path, notes: Notes) -> None:
             f"{path.parent} cannot be written ({error.strerror}): what calls cost is not remembered"
         )
     notes.remove()
+
+
+def batch_sizes_up_to(max_batch_size: int) -> list[int]:
+    """The batch sizes whose costs are measured where the number of rows changes.
+
+    Powers of four, and the size of the largest batch, whose rows are a power of two.
+    """
+    largest = power_of_two(max_batch_size)
+    sizes = {largest}
+    size = 1
+    while size < largest:
+        sizes.add(size)
+        size *= 4
+    return sorted(sizes)
 
 
 def stored(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.settings import Settings, setting
-from lightning_specdec.decoding.requests import Request
+from lightning_specdec.decoding.requests import Request, power_of_two
 from lightning_specdec.drafters import Draft
 
 DEFAULT_WINDOW = 3
@@ -90,6 +91,77 @@ class Calibration(Settings):
         lower_width = self.widths[index - 1]
         difference = upper_seconds - lower_seconds
         return upper_seconds - difference * (upper_width - width) / (upper_width - lower_width)
+
+    def towards(self, other: Calibration, share: float) -> Calibration:
+        """The costs between these and others of the same widths, on a line.
+
+        Args:
+            share: 0 for these costs, 1 for the others.
+        """
+
+        def mixed(seconds: float, other_seconds: float) -> float:
+            return seconds + share * (other_seconds - seconds)
+
+        def all_mixed(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+            pairs = zip(seconds, others, strict=True)
+            return tuple(mixed(value, other_value) for value, other_value in pairs)
+
+        lookup_seconds = self.lookup_seconds
+        if lookup_seconds is not None and other.lookup_seconds is not None:
+            lookup_seconds = mixed(lookup_seconds, other.lookup_seconds)
+        return Calibration(
+            widths=self.widths,
+            target_seconds=all_mixed(self.target_seconds, other.target_seconds),
+            loop_seconds=all_mixed(self.loop_seconds, other.loop_seconds),
+            draft_seconds=mixed(self.draft_seconds, other.draft_seconds),
+            draft_step_seconds=mixed(self.draft_step_seconds, other.draft_step_seconds),
+            target_token_seconds=mixed(self.target_token_seconds, other.target_token_seconds),
+            lookup_seconds=lookup_seconds,
+        )
+
+
+class BatchCosts:
+    """The costs of batches of several sizes: measured ones, and those between them on a line.
+
+    Args:
+        calibrations: measured costs by batch size; or those of one batch size, which then stand for
+            all.
+
+    Raises:
+        ValueError: there are none, or their widths differ.
+    """
+
+    def __init__(self, calibrations: Calibration | Mapping[int, Calibration]) -> None:
+        if isinstance(calibrations, Calibration):
+            calibrations = {1: calibrations}
+        if not calibrations:
+            raise ValueError("an adaptive window needs measured costs")
+        self.by_size = {size: calibrations[size] for size in sorted(calibrations)}
+        if len({costs.widths for costs in self.by_size.values()}) > 1:
+            raise ValueError("the widths of all batch sizes must be the same: measure again")
+
+    @property
+    def smallest(self) -> Calibration:
+        """The costs of the smallest measured batch."""
+        return next(iter(self.by_size.values()))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The measured widths, which are the same for all batch sizes."""
+        return self.smallest.widths
+
+    def of(self, num_rows: int) -> Calibration:
+        """The costs of a batch with this many live rows."""
+        # Batches grow in powers of two; the empty rows of a batch take part in its calls.
+        size = power_of_two(max(1, num_rows))
+        sizes = list(self.by_size)
+        if size <= sizes[0]:
+            return self.by_size[sizes[0]]
+        for lower, upper in pairwise(sizes):
+            if size <= upper:
+                share = (size - lower) / (upper - lower)
+                return self.by_size[lower].towards(self.by_size[upper], share)
+        return self.by_size[sizes[-1]]
 
 
 def window_of(row: Request, largest: int) -> int:
@@ -204,20 +276,32 @@ class AdaptiveWindow(Window):
     windows.
 
     Args:
-        calibration: measured costs. The largest window is its last width - 1.
+        calibration: measured costs; or those of several batch sizes, by size. Rows that share the
+            estimate then have the costs of as many rows as are live, and the others those of the
+            smallest size, again so that their output does not depend on the batch. The largest
+            window is the last width - 1.
     """
 
-    def __init__(self, calibration: Calibration) -> None:
-        self.calibration = calibration
-        self.largest = calibration.widths[-1] - 1
+    def __init__(self, calibration: Calibration | Mapping[int, Calibration]) -> None:
+        self.costs = BatchCosts(calibration)
+        self.largest = self.costs.widths[-1] - 1
+
+    @property
+    def calibration(self) -> Calibration:
+        """The costs of the smallest batch."""
+        return self.costs.smallest
 
     def plan(self, *, jointly: bool) -> Plan:
         if jointly:
-            return _SharedPlan(self.calibration)
+            return _SharedPlan(self.costs)
         return _RowPlan(self.calibration)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": "AdaptiveWindow", "calibration": self.calibration.to_dict()}
+        by_size = self.costs.by_size
+        if len(by_size) == 1:
+            return {"kind": "AdaptiveWindow", "calibration": self.calibration.to_dict()}
+        values = {str(size): costs.to_dict() for size, costs in by_size.items()}
+        return {"kind": "AdaptiveWindow", "calibrations": values}
 
 
 def as_window(num_draft_tokens: int | str | Window | None) -> Window:
@@ -239,6 +323,11 @@ def window_from_dict(values: dict[str, Any]) -> Window:
     kind = values.get("kind")
     if kind == "FixedWindow":
         return FixedWindow(values["num_draft_tokens"])
+    if kind == "AdaptiveWindow" and "calibrations" in values:
+        calibrations: dict[int, Calibration] = {}
+        for size, costs in values["calibrations"].items():
+            calibrations[int(size)] = Calibration.from_dict(costs)
+        return AdaptiveWindow(calibrations)
     if kind == "AdaptiveWindow":
         return AdaptiveWindow(Calibration.from_dict(values["calibration"]))
     raise ValueError(f"a window is a FixedWindow or an AdaptiveWindow, got {kind!r}")
@@ -338,10 +427,11 @@ class Controller:
     allows is used to try one draft token.
 
     Args:
-        costs: measured costs.
+        costs: measured costs, of one batch size or of several.
         measured_only: whether to choose only windows that were measured.
 
     Attributes:
+        costs: those of a batch with as many rows as were live in the last round.
         window: of the next round; of a drafter with a fallback, the larger one of the two.
         draft_window: of the next round where the lookup of a drafter with a fallback finds
             nothing; the same as `window` for others.
@@ -349,18 +439,19 @@ class Controller:
             certain, so it is the same in all rounds.
     """
 
-    def __init__(self, costs: Calibration, *, measured_only: bool = False) -> None:
-        self.costs = costs
+    def __init__(self, costs: Calibration | BatchCosts, *, measured_only: bool = False) -> None:
+        if isinstance(costs, Calibration):
+            costs = BatchCosts(costs)
+        self.batch_costs = costs
         self.largest = costs.widths[-1] - 1
         self.choices: Sequence[int] = range(self.largest + 1)
         if measured_only:
             self.choices = [width - 1 for width in costs.widths]
-        self.round_seconds = [costs.round_seconds(window) for window in range(self.largest + 1)]
-        self.num_rows = 1
+        self._use_costs_of(1)
 
         self.draft = Stage(self.largest)
         self.lookup: Stage | None = None
-        if costs.lookup_seconds is not None:
+        if self.costs.lookup_seconds is not None:
             self.lookup = Stage(self.largest)
             # A lookup finds something in some rounds only.
             self.lookup.offers = Rate(0.5, 2.0)
@@ -369,15 +460,21 @@ class Controller:
         """Gain over standard decoding, in its rounds; negative for a loss."""
         self.fallback_balance = 0.0
         """The same of a fallback's drafts, up to 0, so that a lookup's gains pay for no trials."""
-        certain = Estimate([1.0] * self.largest, 1.0)
-        self.draft_is_hopeless = self.best(certain.rates) == 0
-        self.forced_window = max(
-            self.choices, key=lambda window: (1 + window) / self.round_seconds[window]
-        )
         self.lookup_window = 0
         self.draft_window = 0
         self.window = 0
         self._choose()
+
+    def _use_costs_of(self, num_rows: int) -> None:
+        """Count with the costs of a batch with this many live rows from now on."""
+        self.num_rows = num_rows
+        self.costs = self.batch_costs.of(num_rows)
+        windows = range(self.largest + 1)
+        self.round_seconds = [self.costs.round_seconds(window) for window in windows]
+        self.draft_is_hopeless = self.best([1.0] * self.largest) == 0
+        self.forced_window = max(
+            self.choices, key=lambda window: (1 + window) / self.round_seconds[window]
+        )
 
     def draft_seconds(self, window: int) -> float:
         """Seconds of a draft."""
@@ -483,7 +580,8 @@ class Controller:
         """Learn from a round, up to each row's first rejection: later noise is used again."""
         if not outcomes:
             return
-        self.num_rows = len(outcomes)
+        if len(outcomes) != self.num_rows:
+            self._use_costs_of(len(outcomes))
         # Neither rates nor balance know the tokens that a grammar forces: they would speak for a
         # useless drafter, and pay for its drafts.
         outcomes = [outcome for outcome in outcomes if not outcome.is_forced]
@@ -557,12 +655,12 @@ class Controller:
 class _SharedPlan(Plan):
     """One controller for all rows."""
 
-    def __init__(self, calibration: Calibration) -> None:
-        self._calibration = calibration
-        self._controller = Controller(calibration)
+    def __init__(self, costs: BatchCosts) -> None:
+        self._costs = costs
+        self._controller = Controller(costs)
 
     def keep_to_measured(self) -> None:
-        self._controller = Controller(self._calibration, measured_only=True)
+        self._controller = Controller(self._costs, measured_only=True)
 
     @property
     def shared_window(self) -> int | None:  # type: ignore[override]
@@ -572,7 +670,7 @@ class _SharedPlan(Plan):
         return [window_of(row, self._controller.window) for row in rows]
 
     def fallback_windows(self, rows: Sequence[Request]) -> list[int] | None:
-        if self._calibration.lookup_seconds is None:
+        if self._controller.lookup is None:
             return None
         return [window_of(row, self._controller.draft_window) for row in rows]
 

@@ -174,7 +174,7 @@ class FeatureState(DraftState):
     def load_row(self, row: int, copy: RowCopy, length: int) -> None:
         hidden = copy.tensors[HIDDEN]
         num_known = min(length, copy.length)
-        self.feature_cache.storage.load_row(
+        self.feature_cache.write_row(
             row, {(HIDDEN, "keys"): hidden, (HIDDEN, "values"): hidden[..., :0]}, num_known
         )
         self.num_known[row] = num_known

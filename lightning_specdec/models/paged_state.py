@@ -21,7 +21,8 @@ import openvino as ov
 import torch
 from torch import Tensor
 
-from lightning_specdec.models.state import DecodeState, RowCopy, for_keys_and_values
+from lightning_specdec.models.state import DecodeState, RowCopy, for_keys_and_values, lazy_zeros
+from lightning_specdec.models.threads import one_thread
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -200,20 +201,28 @@ class PagedState(DecodeState):
         max_slots = max(1, max_length + fewest_tokens - 1)
         self.num_blocks = math.ceil(max_slots / BLOCK)
 
+        self._sizes = list(sizes)
+        self._dtype = dtype
+        self._use(self._new_buffers(batch_size))
+        self._num_used = [0] * batch_size
+        """Blocks of each row that may hold something, from the first one on."""
+
+    def _new_buffers(self, batch_size: int) -> list[Tensor]:
+        """Keys and values of all layers in turn, which are zero."""
         total_blocks = batch_size * self.num_blocks
         shapes = []
-        for num_heads, key_size, value_size in sizes:
+        for num_heads, key_size, value_size in self._sizes:
             shapes.append((total_blocks, num_heads, BLOCK, key_size))
             shapes.append((total_blocks, num_heads, BLOCK, value_size))
 
-        # One allocation for all layers: the system clears its pages only when they are first used.
+        # One allocation for all layers.
         buffer_lengths = [math.prod(shape) for shape in shapes]
         num_values = sum(buffer_lengths)
-        with for_keys_and_values(batch_size, max_slots, num_values, dtype):
-            memory = torch.zeros(num_values, dtype=dtype)
+        num_slots = self.num_blocks * BLOCK
+        with for_keys_and_values(batch_size, num_slots, num_values, self._dtype):
+            memory = lazy_zeros([num_values], self._dtype, self.device)
         parts = memory.split(buffer_lengths)
-        buffers = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self._use(buffers)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _use(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
@@ -255,6 +264,7 @@ class PagedState(DecodeState):
             context_length = start + padded_length + num_following
             longest = max(longest, context_length)
             num_blocks = math.ceil(context_length / BLOCK)
+            self._num_used[row] = max(self._num_used[row], num_blocks)
             first_block = row * self.num_blocks
             block_tables.append(np.arange(first_block, first_block + num_blocks, dtype=np.int32))
             num_row_blocks.append(num_blocks)
@@ -299,8 +309,13 @@ class PagedState(DecodeState):
     def clear(self, rows: Sequence[int]) -> None:
         super().clear(rows)
         # A request that ended in NaN must not poison the next one.
-        for buffer in self._buffers:
-            self._by_row(buffer)[list(rows)] = 0
+        with one_thread(True):
+            for buffer in self._buffers:
+                by_row = self._by_row(buffer)
+                for row in rows:
+                    by_row[row, : self._num_used[row]] = 0
+        for row in rows:
+            self._num_used[row] = 0
 
     def save_row(self, row: int, length: int) -> RowCopy:
         num_blocks = math.ceil(length / BLOCK)
@@ -313,17 +328,25 @@ class PagedState(DecodeState):
         num_blocks = math.ceil(length / BLOCK)
         for i, buffer in enumerate(self._buffers):
             self._by_row(buffer)[row, :num_blocks] = copy.tensors[i][:num_blocks]
+        self._num_used[row] = max(self._num_used[row], num_blocks)
 
     def _by_row(self, buffer: Tensor) -> Tensor:
         return buffer.unflatten(0, (-1, self.num_blocks))
 
     def _select(self, rows: Sequence[int], source: Tensor, empty: Tensor) -> None:
-        buffers = []
-        for buffer in self._buffers:
-            selected = self._by_row(buffer)[source]
-            selected[empty] = 0
-            buffers.append(selected.flatten(0, 1))
+        # Most slots of a row are empty: only those that were used are copied.
+        buffers = self._new_buffers(len(rows))
+        with one_thread(True):
+            for previous_buffer, buffer in zip(self._buffers, buffers, strict=True):
+                previous_rows = self._by_row(previous_buffer)
+                new_rows = self._by_row(buffer)
+                for row, previous_row in enumerate(rows):
+                    if previous_row < 0:
+                        continue
+                    num_used = self._num_used[previous_row]
+                    new_rows[row, :num_used] = previous_rows[previous_row, :num_used]
         self._use(buffers)
+        self._num_used = [0 if row < 0 else self._num_used[row] for row in rows]
 
 
 def _padding(

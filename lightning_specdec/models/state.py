@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,9 @@ from lightning_specdec.models.graphs import SPAN_STEP, GraphCache
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
+
+_ALIGNMENT = 64
+"""Bytes of a cache line, at which torch's memory begins too."""
 
 Lengths = Sequence[int] | Tensor
 """A number of tokens for each row; a tensor is read to the host."""
@@ -379,9 +383,7 @@ class KVStorage:
 
         Returns those of the slots to attend over, as views of the buffers.
         """
-        if layer not in self.layers:
-            self.layers[layer] = (self._new_buffer(keys), self._new_buffer(values))
-        key_buffer, value_buffer = self.layers[layer]
+        key_buffer, value_buffer = self.buffers_of(layer, keys, values)
         rows = slots.rows
 
         if slots.first is not None:
@@ -414,11 +416,20 @@ class KVStorage:
         for layer in layers:
             keys = tensors[layer, "keys"][None]
             values = tensors[layer, "values"][None]
-            if layer not in self.layers:
-                self.layers[layer] = self._new_buffer(keys), self._new_buffer(values)
-            key_buffer, value_buffer = self.layers[layer]
+            key_buffer, value_buffer = self.buffers_of(layer, keys, values)
             key_buffer[row, :, :length] = keys[0, :, :length]
             value_buffer[row, :, :length] = values[0, :, :length]
+
+    def buffers_of(
+        self,
+        layer: int,
+        keys: Float[Tensor, "_ H T D"],
+        values: Float[Tensor, "_ H T E"],
+    ) -> tuple[Float[Tensor, "B H S D"], Float[Tensor, "B H S E"]]:
+        """A layer's buffers. At the first use they are new, for heads and types as of these."""
+        if layer not in self.layers:
+            self.layers[layer] = (self._new_buffer(keys), self._new_buffer(values))
+        return self.layers[layer]
 
     def _new_buffer(self, like: Float[Tensor, "_ H T D"]) -> Float[Tensor, "B H S D"]:
         # Zeros, not empty: a NaN in a masked slot would still poison attention through 0 * NaN.
@@ -426,7 +437,7 @@ class KVStorage:
         batch_size = len(self.rows)
         shape = (batch_size, num_heads, self.num_slots, size)
         with for_keys_and_values(batch_size, self.num_slots, math.prod(shape), like.dtype):
-            return like.new_zeros(shape)
+            return lazy_zeros(shape, like.dtype, like.device)
 
     def mask(self, slots: Slots, window: int | None = None) -> Bool[Tensor, "B T S"]:
         """True where a query attends: to its own position and those before, only the last `window`
@@ -465,6 +476,20 @@ def for_keys_and_values(
             f"{num_slots} tokens: a buffer of {gigabytes(num_values * dtype.itemsize)} could not "
             "be allocated: decode fewer or shorter texts at once"
         ) from error
+
+
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, which take no memory on a CPU before they are written to.
+
+    Most slots of a long context stay empty. torch writes its zeros at once; numpy lets the system
+    do that, page by page, when a page is first used.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(*shape)
 
 
 def next_span(num_slots: int) -> int:
@@ -547,6 +572,8 @@ class KVState(DecodeState):
         super().__init__(batch_size, device)
         self._pool = pool
         self._use(batch_size, max_length + 1)
+        self._num_used = [0] * batch_size
+        """Slots of each row that may hold something, from the first one on."""
 
     def _use(self, batch_size: int, num_slots: int) -> None:
         """Continue with an empty storage."""
@@ -573,6 +600,10 @@ class KVState(DecodeState):
             row: the only row that is read, with the only one of `starts`; None for all rows.
         """
         host_starts = self.consumed if starts is None else starts
+        if row is None:
+            self._note_used(host_starts, num_tokens)
+        else:
+            self._num_used[row] = max(self._num_used[row], host_starts[0] + num_tokens)
         first = min(host_starts)
         last = max(host_starts)
         end = last + num_tokens
@@ -591,8 +622,14 @@ class KVState(DecodeState):
         positions = device_starts[:, None] + offsets
         return Slots(positions, None, span, row)
 
+    def _note_used(self, starts: Sequence[int], num_tokens: int) -> None:
+        """Remember that a call writes this many tokens of every row, padding included."""
+        ends = [start + num_tokens for start in starts]
+        self._num_used = list(map(max, self._num_used, ends))
+
     def recorded_span(self, num_tokens: int) -> int:
         """Number of slots that a recorded call attends over after it reads `num_tokens`."""
+        self._note_used(self.consumed, num_tokens)
         return next_span(max(self.consumed) + num_tokens)
 
     def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
@@ -602,8 +639,12 @@ class KVState(DecodeState):
 
     def clear(self, rows: Sequence[int]) -> None:
         super().clear(rows)
+        # A request that ended in NaN must not poison the next one.
         for buffer in self.storage.buffers():
-            buffer[list(rows)] = 0  # a request that ended in NaN must not poison the next one
+            for row in rows:
+                buffer[row, :, : self._num_used[row]] = 0
+        for row in rows:
+            self._num_used[row] = 0
 
     def forget_calls(self, owners: Sequence[object]) -> None:
         if self.storage.graphs is not None:
@@ -615,14 +656,22 @@ class KVState(DecodeState):
         return RowCopy(length, self.storage.save_row(row, length))
 
     def _load(self, row: int, copy: RowCopy, length: int) -> None:
-        self.storage.load_row(row, copy.tensors, length)
+        self.write_row(row, copy.tensors, length)
+
+    def write_row(self, row: int, tensors: Mapping[Hashable, Tensor], length: int) -> None:
+        """Write the first slots of a row, without counting them as consumed."""
+        self.storage.load_row(row, tensors, length)
+        self._num_used[row] = max(self._num_used[row], length)
 
     def _select(self, rows: Sequence[int], source: Tensor, empty: Tensor) -> None:
         previous = self.storage
+        num_used = _select_lengths(self._num_used, rows)
+        # Most slots of a row are empty: only those that were used are copied.
+        end = max(num_used)
         selected: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, (keys, values) in previous.layers.items():
-            selected_keys = _select_rows(keys, source, empty)
-            selected_values = _select_rows(values, source, empty)
+            selected_keys = _select_rows(keys[:, :, :end], source, empty)
+            selected_values = _select_rows(values[:, :, :end], source, empty)
             selected[layer] = (selected_keys, selected_values)
 
         if self._pool is not None:
@@ -630,11 +679,10 @@ class KVState(DecodeState):
             self._pool.give_back(previous)
         self._use(len(source), self.num_slots)
 
+        self._num_used = num_used
+
         for layer, (keys, values) in selected.items():
-            if layer not in self.storage.layers:
-                self.storage.layers[layer] = (keys, values)
-                continue
-            # Recorded calls read these buffers, so they stay in place.
-            key_buffer, value_buffer = self.storage.layers[layer]
-            key_buffer.copy_(keys)
-            value_buffer.copy_(values)
+            # Recorded calls read buffers that exist, so these stay in place. They are zero.
+            key_buffer, value_buffer = self.storage.buffers_of(layer, keys, values)
+            key_buffer[:, :, :end] = keys
+            value_buffer[:, :, :end] = values

@@ -21,7 +21,7 @@ from lightning_specdec.checkpoints.loading import load_draft
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.files import file_sha256
 from lightning_specdec.config.terminal import one_line
-from lightning_specdec.decoding import AdaptiveWindow, Window
+from lightning_specdec.decoding import AdaptiveWindow, Calibration, Window
 from lightning_specdec.decoding.calibration import fingerprint, stored
 from lightning_specdec.drafters import Drafter, NGramWithFallback
 from lightning_specdec.models import LanguageModel
@@ -335,16 +335,22 @@ class DraftUpdates:
         Raises:
             ValueError: its costs are not known, and measuring them would take time from requests.
         """
-        is_adaptive = isinstance(self._live.window, AdaptiveWindow)
-        if not is_adaptive or fingerprint(drafter) == fingerprint(self._engine.drafter):
-            return self._live.window
-        calibration = stored(self._engine.target, drafter, self._config)
-        if calibration is None:
-            raise ValueError(
-                "the costs of a draft of these sizes were never measured here, as "
-                "--num_draft_tokens auto requires: start the server again"
-            )
-        return AdaptiveWindow(calibration)
+        window = self._live.window
+        if not isinstance(window, AdaptiveWindow):
+            return window
+        if fingerprint(drafter) == fingerprint(self._engine.drafter):
+            return window
+
+        calibrations: dict[int, Calibration] = {}
+        for batch_size in window.costs.by_size:
+            calibration = stored(self._engine.target, drafter, self._config, batch_size=batch_size)
+            if calibration is None:
+                raise ValueError(
+                    "the costs of a draft of these sizes were never measured here, as "
+                    "--num_draft_tokens auto requires: start the server again"
+                )
+            calibrations[batch_size] = calibration
+        return AdaptiveWindow(calibrations)
 
     def _replace(self, draft: LiveDraft, path: Path) -> bool:
         """Replace the engine's drafter. Returns whether it could be."""

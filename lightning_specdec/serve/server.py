@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding import AdaptiveWindow
+from lightning_specdec.decoding.calibration import batch_sizes_up_to
 from lightning_specdec.serve.app import make_app
 from lightning_specdec.serve.draft_comparison import DraftTrial
 from lightning_specdec.serve.draft_updates import DraftUpdates, draft_name
@@ -156,7 +157,9 @@ def make_server(
         raise ValueError("the target has no tokenizer, so it cannot serve text: use `decode`")
     api_key = settings.api_key()
     requested_config = decoder.config(config)
-    config = requested_config.changed(num_draft_tokens=decoder.window(requested_config))
+    # Drafts that pay for one request may cost more than they save for many.
+    window = decoder.window(requested_config, batch_size=batch_sizes_up_to(settings.max_batch_size))
+    config = requested_config.changed(num_draft_tokens=window)
 
     target, drafter = decoder.ready()
     limits = (target.max_positions, drafter.max_positions)
