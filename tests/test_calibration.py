@@ -204,6 +204,45 @@ def test_a_pair_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert batch_sizes == [1, 2, 1, 1, 1]
 
 
+def test_other_numbers_of_the_same_steps_of_sampling_are_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+
+    def counting_calibrate(*arguments: Any, **options: Any) -> Calibration:
+        measured.append(arguments)
+        return COSTS
+
+    monkeypatch.setattr(measuring, "calibrate", counting_calibrate)
+    target = cases.target("rnn")
+    for temperature in (0.7, 1.0, 1.2):
+        load_or_measure(target, NGramDrafter(), temperature=temperature)
+    assert len(measured) == 1
+
+    for top_p in (0.9, 0.95):
+        load_or_measure(target, NGramDrafter(), temperature=1.0, top_p=top_p)
+    load_or_measure(target, NGramDrafter(), temperature=1.0, top_k=5)
+    load_or_measure(target, NGramDrafter(), temperature=1.0, repetition_penalty=1.2)
+    assert len(measured) == 4
+
+
+@pytest.mark.parametrize(
+    ("num_passes", "elapsed", "more"),
+    [
+        (3, 0.1, True),
+        (11, 0.1, True),
+        (12, 0.1, False),
+        (4, 2.5, False),
+        (3, 9.0, True),
+        (1, 50.0, True),
+        (2, 50.0, False),
+    ],
+)
+def test_slow_rounds_are_measured_fewer_times(num_passes: int, elapsed: float, more: bool) -> None:
+    assert measuring._needs_another(num_passes, elapsed, 2.0) == more
+
+
 def test_another_release_of_openvino_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

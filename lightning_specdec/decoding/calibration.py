@@ -23,6 +23,7 @@ from lightning_specdec import __version__
 from lightning_specdec.config.activity import FIRST_SECONDS, Activity
 from lightning_specdec.config.decoding import MAX_TOKENS, DecodingConfig
 from lightning_specdec.config.files import cache_home, replaced
+from lightning_specdec.config.kinds import path_of
 from lightning_specdec.decoding.requests import Request, power_of_two
 from lightning_specdec.decoding.session import Session
 from lightning_specdec.decoding.timing import PHASES
@@ -36,7 +37,7 @@ from lightning_specdec.drafters import (
     last_two_tokens_of,
 )
 from lightning_specdec.models import LanguageModel
-from lightning_specdec.rules import make_rule
+from lightning_specdec.rules import Sampling, make_rule
 
 log = logging.getLogger(__name__)
 warn_once = functools.cache(log.warning)
@@ -45,12 +46,16 @@ inform_once = functools.cache(log.info)
 WINDOWS = (1, 2, 4, 8, 16)
 """Draft tokens of the rounds that are measured; between them, costs are nearly linear."""
 
-FORMAT = 5
+FORMAT = 6
 """Version of the stored files: a change of what is measured raises it."""
 
 FEWEST_PASSES = 4
 MOST_PASSES = 12
 """Limits of the number of counted passes through all windows; within them the time decides."""
+
+FEWEST_SLOW_PASSES = 2
+SLOW_SECONDS = 10.0
+"""Rounds of large models vary less. Where `FEWEST_PASSES` take longer than this, fewer do."""
 
 LOOKUP_ROUNDS = 20
 """Rounds in which a lookup is measured."""
@@ -128,7 +133,7 @@ def calibrate(
         context_length: tokens of text before the first call; fewer if a model's context is
             shorter.
         windows: draft tokens of the rounds; no more are measured than the drafter makes.
-        seconds: how long to measure, if `FEWEST_PASSES` fit.
+        seconds: how long to measure, if `FEWEST_PASSES` fit. Slow models take longer.
         notes: keep the passes so far, and continue those of an interrupted measurement.
     """
     measured_drafter = _drafter_to_measure(drafter).fresh()
@@ -170,9 +175,7 @@ def calibrate(
         unit="steps",
         level=logging.WARNING,
     ) as activity:
-        while len(passes) < FEWEST_PASSES or (
-            len(passes) < MOST_PASSES and session.timer.elapsed() < seconds
-        ):
+        while _needs_another(len(passes), session.timer.elapsed(), seconds):
             # Each pass begins with new rows, so that all passes are over the same lengths.
             rows = [session.add(text) for _ in range(batch_size)]
             one_pass = _measure(
@@ -191,6 +194,18 @@ def calibrate(
     if isinstance(drafter, NGramWithFallback):
         return costs.changed(lookup_seconds=_lookup_seconds(drafter.lookup, text, batch_size))
     return costs
+
+
+def _needs_another(num_passes: int, elapsed: float, seconds: float) -> bool:
+    """Whether to measure another pass.
+
+    Args:
+        num_passes: those that count so far.
+        elapsed: seconds so far.
+        seconds: how long to measure, if enough passes fit.
+    """
+    fewest = FEWEST_PASSES if elapsed < SLOW_SECONDS else FEWEST_SLOW_PASSES
+    return num_passes < fewest or (num_passes < MOST_PASSES and elapsed < seconds)
 
 
 def _lookup_seconds(lookup: LookupDrafter, text: Sequence[int], batch_size: int) -> float:
@@ -520,7 +535,7 @@ def _cache_path(
     if target.backend == "openvino":
         openvino = metadata.version("openvino")
 
-    settings = (batch_size, type(make_rule(config.rule)), config.sampling)
+    settings = (batch_size, type(make_rule(config.rule)), _steps_of(Sampling.of(config)))
     machine = (
         FORMAT,
         __version__,
@@ -532,6 +547,13 @@ def _cache_path(
     key = repr((settings, machine, openvino, fingerprint(target), fingerprint(drafter)))
     digest = hashlib.sha256(key.encode()).hexdigest()
     return cache_home() / f"calibration-{digest[:24]}.json"
+
+
+def _steps_of(sampling: Sampling) -> tuple[Any, ...]:
+    """The steps of sampling, which take as long with other numbers."""
+    limits = (sampling.top_k, sampling.top_p, sampling.min_p)
+    processors = [path_of(type(processor)) for processor in sampling.processors]
+    return (sampling.greedy, *(limit is not None for limit in limits), *processors)
 
 
 def fingerprint(module: torch.nn.Module) -> str:
