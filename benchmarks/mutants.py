@@ -51,6 +51,7 @@ LAWS = (
     "grammar",
     "windows",
     "joined_rows",
+    "longrope",
     "prompt_parts",
     "huggingface",
     "layers",

@@ -332,24 +332,32 @@ class EngineAuditor:
         return self._ask(self.client, prompt, Sampling(), seed=0, max_new_tokens=4)
 
     def _choose_prompts(self) -> None:
-        """Take the first prompts that, with their answers, fit the target's context.
+        """Take the first prompts that, with their answers, fit the target's context, and do not
+        cross its position switch.
 
         Raises:
             ValueError: all do.
         """
         limit = self.target.max_positions
         longest = math.inf if limit is None else limit - self.max_new_tokens
-        fitting = [prompt for prompt in self.prompts if len(prompt.tokens) <= longest]
+        fitting = []
+        for prompt in self.prompts:
+            num_tokens = len(prompt.tokens)
+            is_crossing = self.target.crosses_switch(num_tokens, self.max_new_tokens)
+            if num_tokens <= longest and not is_crossing:
+                fitting.append(prompt)
         num_left_out = len(self.prompts) - len(fitting)
+        bounds = f"the target's context of {limit}"
+        if self.target.position_switch is not None:
+            bounds = f"{bounds} and its position switch at {self.target.position_switch}"
         if not fitting:
             raise ValueError(
-                f"no prompt fits the target's context of {limit} with {self.max_new_tokens} new "
+                f"no prompt fits {bounds} with {self.max_new_tokens} new "
                 "tokens: give fewer --max_new_tokens or other prompts"
             )
         if num_left_out:
             self.findings.warn(
-                f"{num_left_out} prompts are left out: with their answers, they exceed the "
-                f"target's context of {limit}"
+                f"{num_left_out} prompts are left out: with their answers, they exceed {bounds}"
             )
         self.prompts = fitting[: self.num_prompts]
 

@@ -70,6 +70,7 @@ def _read_in_pieces(
     num_texts, num_tokens = tokens.shape
     num_earlier = num_tokens - num_positions
     state = target.init_state(num_texts, num_tokens)
+    state.expect_prompts([num_tokens] * num_texts)
     if num_earlier:
         target(tokens[:, :num_earlier], state, logits_for=slice(-1, None))
 

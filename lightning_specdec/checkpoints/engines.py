@@ -196,7 +196,9 @@ def _texts_to_compare(texts: Sequence[Sequence[int]], target: HuggingFaceLM) -> 
     """Return texts that leave room for draft tokens; random ones if there are none."""
     if not texts:
         texts = _random_texts(target)
-    max_length = (target.max_positions or 2**20) - _NUM_COMPARED_TOKENS
+    # Texts must not cross a position switch.
+    context = target.position_switch or target.max_positions or 2**20
+    max_length = context - _NUM_COMPARED_TOKENS
     cut_texts = [list(text)[:max_length] for text in texts]
     return [text for text in cut_texts if len(text) >= _MIN_TEXT_LENGTH]
 

@@ -226,6 +226,7 @@ def _describe_model(source: TargetSource) -> dict[str, Any]:
         "quantization": source.quantization,
         "device": str(model.device),
         "context": model.max_positions,
+        "position_switch": model.position_switch,
         "vocabulary": model.vocab_size,
         "snapshot_bytes": model.snapshot_bytes() or None,
         "chat_template": model.tokenizer is not None and model.tokenizer.has_chat_template,

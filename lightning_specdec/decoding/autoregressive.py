@@ -18,6 +18,7 @@ from lightning_specdec.decoding.requests import (
     batch_size_for,
     check_batch,
     check_eos,
+    check_switch,
     stops_of,
 )
 from lightning_specdec.decoding.results import DecodeInterrupted, DecodeResult
@@ -166,6 +167,9 @@ class StandardDecoding:
         self.noise = self._make_noise()
         max_length = max(row.max_length for row in self.rows)
         self.state = self.target.init_state(len(self.rows), max_length)
+        for row in self.rows:
+            max_new_tokens = row.max_length - row.prompt_length
+            check_switch(row.prompt_length, max_new_tokens, self.state.position_switch)
         self.executor = make_executor(self.state, self.target.vocab_size, self.timer)
 
         texts = [row.text for row in self.rows]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_specdec.decoding.recorded import make_executor
-from lightning_specdec.decoding.requests import Request, batch_size_for
+from lightning_specdec.decoding.requests import Request, batch_size_for, num_shared
 from lightning_specdec.decoding.timing import PhaseTimer
 from lightning_specdec.drafters import Drafter, TargetContext
 from lightning_specdec.drafters.user_drafts import check_state
@@ -35,6 +35,7 @@ class SavedText:
         draft_copy: what the drafter's state keeps of it; None if the drafter reads it again.
         target: the model that read it.
         drafter: the drafter that read it.
+        position_switch: of the target's state.
     """
 
     tokens: tuple[int, ...]
@@ -42,6 +43,14 @@ class SavedText:
     draft_copy: Any
     target: LanguageModel
     drafter: Drafter
+    position_switch: int | None = None
+
+    def serves(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt has the positions that the text was read with."""
+        if self.position_switch is None:
+            return True
+        is_long_prompt = len(prompt) > self.position_switch
+        return is_long_prompt == self.target_copy.is_long
 
 
 class Batch:
@@ -184,16 +193,23 @@ class Batch:
         self._select([*range(first_new_slot), *new_slots])
         return first_new_slot
 
-    def resume(self, row: Request, length: int) -> int | None:
+    def resume(self, row: Request, length: int, prompt_length: int) -> int | None:
         """Truncate an ended row to a length, from which another prompt continues.
 
+        Args:
+            prompt_length: of the whole other prompt.
+
         Returns:
-            Its slot; None if another row is there now, or if the target cannot truncate so far.
+            Its slot; None if another row is there now, if the target cannot truncate so far, or if
+            the two prompts are on different sides of the target's position switch.
         """
         slot = self._slot_of(row)
         if slot is None or row.stop_reason == "failed":
             return None
-        if self.target_state.committed[slot] > length:
+        state = self.target_state
+        if state.committed[slot] > length:
+            return None
+        if state.is_long_prompt(prompt_length) != state.is_long[slot]:
             return None
         lengths = list(self.target_state.consumed)
         lengths[slot] = min(lengths[slot], length)
@@ -212,10 +228,19 @@ class Batch:
             return None
         draft_copy = self.draft_state.save_row(slot, length)
         tokens = tuple(row.text[:length])
-        return SavedText(tokens, target_copy, draft_copy, self.target, self.drafter)
+        return SavedText(
+            tokens,
+            target_copy,
+            draft_copy,
+            self.target,
+            self.drafter,
+            self.target_state.position_switch,
+        )
 
-    def load(self, slot: int, saved: SavedText, length: int) -> None:
-        """Continue an empty slot from the first `length` tokens of a saved text.
+    def load(self, slot: int, saved: SavedText, prompt: Sequence[int]) -> None:
+        """Continue an empty slot from the beginning that a prompt shares with a saved text.
+
+        The slot stays empty if the text was read with other positions than the prompt has.
 
         Raises:
             ValueError: another target or drafter read the saved text.
@@ -227,6 +252,10 @@ class Batch:
                 "the saved text was read by another target or drafter, or before they changed: "
                 "add the prompt without it"
             )
+        if not saved.serves(prompt):
+            return
+        # At least the last token is read, since the logits after it are wanted.
+        length = min(num_shared(prompt, saved.tokens), len(prompt) - 1)
         self.target_state.load_row(slot, saved.target_copy, length)
         if saved.draft_copy is not None:
             self.draft_state.load_row(slot, saved.draft_copy, length)
@@ -274,6 +303,7 @@ class Batch:
             The visible tokens of each text that the target has not read, at least the last one.
         """
         state = self.target_state
+        state.expect_prompts([row.prompt_length for row in self.rows])
         starts = []
         unread = []
         for row, num_consumed in zip(self.rows, state.consumed, strict=True):

@@ -145,7 +145,7 @@ def calibrate(
     counted_rounds = 4 if is_recorded else 1
     rounds_per_window = warmup_rounds + counted_rounds
 
-    max_length = _shortest_context(target, drafter)
+    max_length = _shortest_context(target, drafter, context_length)
     windows = _possible_windows(windows, measured_drafter, rounds_per_window, max_length)
     num_new = _num_new_tokens(windows, rounds_per_window)
     length = max(2, min(context_length, max_length - num_new))
@@ -234,9 +234,15 @@ def _drafter_to_measure(drafter: Drafter) -> Drafter:
     return drafter
 
 
-def _shortest_context(target: LanguageModel, drafter: Drafter) -> int:
-    """Most tokens of a text that both models can read."""
+def _shortest_context(target: LanguageModel, drafter: Drafter, context_length: int) -> int:
+    """Most tokens of a text that both models can read.
+
+    Args:
+        context_length: tokens that the text begins with. It must not cross a position switch.
+    """
     limits = [MAX_TOKENS]
+    if target.position_switch is not None and context_length <= target.position_switch:
+        limits.append(target.position_switch)
     for limit in (target.max_positions, drafter.max_positions):
         if limit is not None:
             limits.append(limit)

@@ -15,6 +15,7 @@ from lightning_specdec.decoding.results import Counts, Round, RowResult
 from lightning_specdec.decoding.stopping import StopSearch, StopStrings
 from lightning_specdec.drafters import Drafter
 from lightning_specdec.models import DecodeState, LanguageModel
+from lightning_specdec.models.state import crosses_switch
 from lightning_specdec.rules import GREEDY, Sampling
 
 Prompts = Sequence[Any] | Tensor | Mapping[str, Any]
@@ -413,7 +414,8 @@ def check_context(
     target: LanguageModel,
     drafter: Drafter | None = None,
 ) -> None:
-    """Raise ValueError for a text that exceeds the context of the target or of the draft.
+    """Raise ValueError for a text that exceeds the context of the target or of the draft, or that
+    crosses the target's position switch.
 
     No model reads the last new token, so it needs no position.
     """
@@ -422,11 +424,30 @@ def check_context(
         limits["draft"] = drafter.max_positions
     for owner, limit in limits.items():
         if limit is not None and num_prompt_tokens + max_new_tokens - 1 > limit:
+            advice = "shorten the prompt or ask for fewer"
+            if owner == "target" and target.longer_texts_with is not None:
+                advice = f"{advice}, or use {target.longer_texts_with}"
             raise ValueError(
                 f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones do not "
-                f"fit the {owner}'s "
-                f"context of {limit}: shorten the prompt or ask for fewer"
+                f"fit the {owner}'s context of {limit}: {advice}"
             )
+    check_switch(num_prompt_tokens, max_new_tokens, target.position_switch)
+
+
+def check_switch(num_prompt_tokens: int, max_new_tokens: int, switch: int | None) -> None:
+    """Raise ValueError for a text that begins on one side of a position switch and ends on the
+    other.
+
+    Args:
+        switch: as `LanguageModel.position_switch`.
+    """
+    if switch is not None and crosses_switch(num_prompt_tokens, max_new_tokens, switch):
+        most_new_tokens = switch + 1 - num_prompt_tokens
+        raise ValueError(
+            f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones cross the "
+            f"target's switch to other positions after {switch} tokens: ask for up to "
+            f"{most_new_tokens} new tokens, or give a prompt of more than {switch}"
+        )
 
 
 def num_shared(text: Sequence[int], other_text: Sequence[int]) -> int:

@@ -24,6 +24,7 @@ from lightning_specdec.decoding.requests import (
     check_batch,
     check_context,
     check_prompt,
+    check_switch,
     num_shared,
     power_of_two,
 )
@@ -347,8 +348,9 @@ class Session:
             num_top_logprobs: how many of the likeliest tokens to keep with each new token, in
                 `Request.top_logprobs`.
             saved: states of an earlier text, as `save` returns them. Of the prefix that both texts
-                share, the models read nothing again. At temperature 0 and with `ExactMatch` the
-                tokens are the same.
+                share, the models read nothing again, unless the two are on different sides of the
+                target's `position_switch`. At temperature 0 and with `ExactMatch` the tokens are
+                the same.
             changes: fields of `DecodingConfig` that differ for this row: sampling, processors,
                 seed, eos, stop, and logprobs.
 
@@ -366,9 +368,7 @@ class Session:
         self._finish_pipelined_round()
         slot = self._batch.free_slot()
         if saved is not None:
-            # At least the last token is read, since the logits after it are wanted.
-            length = min(num_shared(prompt, saved.tokens), len(prompt) - 1)
-            self._batch.load(slot, saved, length)
+            self._batch.load(slot, saved, prompt)
         self._enter(row, slot)
         return row
 
@@ -420,7 +420,7 @@ class Session:
 
         num_common = num_shared(row.text, prompt)
         length = min(num_common, row.num_final, len(prompt) - 1)
-        slot = self._batch.resume(row, length)
+        slot = self._batch.resume(row, length, len(prompt))
         if slot is None:
             slot = self._batch.free_slot()
         self._enter(next_row, slot)
@@ -494,6 +494,8 @@ class Session:
             max_new_tokens = self.config.max_new_tokens
         require_int("max_new_tokens", max_new_tokens, 1)
         check_context(len(prompt), max_new_tokens, self.target, self.drafter)
+        # A user's model around another one may not repeat its attributes.
+        check_switch(len(prompt), max_new_tokens, self._batch.target_state.position_switch)
         if len(prompt) + max_new_tokens > self.max_length:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones exceed "
@@ -604,6 +606,10 @@ class Conversation:
             ValueError: the prompt leaves no room for an answer, or the last answer has not ended.
         """
         max_new_tokens = min(self.config.max_new_tokens, self.max_length - len(prompt))
+        room = self.session.target.room_after(len(prompt))
+        if room is not None:
+            # An answer that begins before a position switch also ends before it.
+            max_new_tokens = min(max_new_tokens, room)
         if max_new_tokens < 1:
             raise ValueError(
                 f"{len(prompt)} tokens fill the chat's context of {self.max_length - 1}: shorten "

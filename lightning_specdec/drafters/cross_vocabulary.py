@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_specdec.config.settings import Settings, setting
 from lightning_specdec.drafters.base import Drafter, DraftRequest, DraftState, TargetContext
 from lightning_specdec.drafters.layout import pad
-from lightning_specdec.drafters.model import ModelDrafter
+from lightning_specdec.drafters.model import ModelDrafter, change_sides
 from lightning_specdec.drafters.sampling_drafter import (
     DraftSampler,
     SamplingDrafter,
@@ -176,7 +176,8 @@ class CrossDraftState(DraftState):
         row_text.extend(text)
 
     def make_room(self, num_draft_tokens: int) -> None:
-        """Ensure that every row's text and draft tokens fit into the model's state.
+        """Ensure that every row's text and draft tokens fit into the model's state, on the side of
+        the model's position switch that it has.
 
         A text may have any number of tokens in another vocabulary, so the size of buffers is only
         an estimate, and a new state has to read the text again. If the model's own context is too
@@ -193,6 +194,9 @@ class CrossDraftState(DraftState):
             if max_positions is not None:
                 self.capacity = min(self.capacity, max_positions)
             self.model_state = self.model.init_state(len(self.rows), self.capacity)
+
+        text_lengths = [row_text.length - row_text.first for row_text in self.rows]
+        change_sides(self.model_state, text_lengths)
 
     def _shorten_rows(self, max_positions: int) -> None:
         """Start over with the end of the text in rows that fill three quarters of the context."""

@@ -102,6 +102,7 @@ class ModelDraftState(DraftState):
             The tokens of each text that the model has not read.
         """
         self._start_over(request.texts, windows, num_extra)
+        self._choose_sides(request)
         state = self.model_state
         texts = [
             text[first:] if first else text
@@ -149,6 +150,39 @@ class ModelDraftState(DraftState):
             if first != self.firsts[row]:
                 self.clear([row])
                 self.firsts[row] = first
+
+    def _choose_sides(self, request: DraftRequest) -> None:
+        """Have rows that cross the model's own position switch start over on its other side.
+
+        The side depends on the text and its prompt only, and not on how the prompt is read.
+        """
+        if self.model_state.position_switch is None:
+            return
+        prompt_lengths = request.prompt_lengths or [0] * len(request.texts)
+        lengths = []
+        for text, prompt_length, first in zip(
+            request.texts, prompt_lengths, self.firsts, strict=True
+        ):
+            lengths.append(max(len(text), prompt_length) - first)
+        change_sides(self.model_state, lengths)
+
+
+def change_sides(state: DecodeState, text_lengths: Sequence[int]) -> None:
+    """Clear the rows of a draft model whose texts are on the other side of its position switch
+    now.
+
+    Args:
+        state: of the draft model.
+        text_lengths: tokens of each row's text.
+    """
+    changed_rows = []
+    for row, num_tokens in enumerate(text_lengths):
+        is_empty = state.consumed[row] == 0
+        if not is_empty and state.is_long_prompt(num_tokens) != state.is_long[row]:
+            changed_rows.append(row)
+    if changed_rows:
+        state.clear(changed_rows)
+    state.expect_prompts(text_lengths)
 
 
 class ModelDrafter(SamplingDrafter):

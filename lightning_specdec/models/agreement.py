@@ -148,7 +148,9 @@ def agreement_of(model: LanguageModel) -> Agreement | None:
     text_length = PROMPT_LENGTH + NUM_COMPARED
     if not needs_measurement(model):
         return None
-    if model.max_positions is not None and model.max_positions < text_length + 1:
+    # The text must not cross a position switch.
+    limit = model.position_switch or model.max_positions
+    if limit is not None and limit < text_length + 1:
         return None
 
     digest = hashlib.sha256(repr(_fingerprint(model)).encode()).hexdigest()[:24]

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from lightning_specdec.models.layers import cache_name, parameter_names
 from lightning_specdec.models.packed import computes_natively
 from lightning_specdec.models.state import KVStorage, Slots
+from lightning_specdec.models.weights import ROPE_TYPE
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -315,8 +316,9 @@ def _generates_in_its_own_way(model_class: type[PreTrainedModel]) -> bool:
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Largest number of tokens of a text; None if unlimited.
 
-    Rotary scalings that change with the length of the text stay below the change. The others count
-    with the scaled length, also if the config states the original one.
+    Rotary scalings that change with every length of the text stay below the change. Those that
+    change once have a `position_switch`. The others count with the scaled length, also if the
+    config states the original one.
     """
     max_length = getattr(config, "max_position_embeddings", None)
     scaling = getattr(config, "rope_parameters", None)
@@ -325,8 +327,10 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
     kind = scaling.get("rope_type")
     original_length = scaling.get("original_max_position_embeddings")
-    if kind in ("longrope", "dynamic") and original_length is not None:
+    if kind == "dynamic" and original_length is not None:
         return int(original_length)
+    if kind == ROPE_TYPE and original_length is not None:
+        return max(int(original_length), int(max_length or 0))
 
     if max_length is None:
         return None
@@ -336,3 +340,26 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     if kind in _SCALED_KINDS and factor is not None and is_original:
         return max(int(max_length), int(max_length * factor))
     return int(max_length)
+
+
+def position_switch(config: PreTrainedConfig) -> int | None:
+    """Largest number of tokens of a text before all rotary frequencies change; None if they never
+    do, up to `max_positions`.
+    """
+    scaling = getattr(config, "rope_parameters", None)
+    if not isinstance(scaling, Mapping) or scaling.get("rope_type") != ROPE_TYPE:
+        return None
+    original_length = scaling.get("original_max_position_embeddings")
+    longest = max_positions(config)
+    if original_length is None or longest is None or longest <= original_length:
+        return None
+    return int(original_length)
+
+
+def positions_before_switch(config: PreTrainedConfig) -> int | None:
+    """Largest number of tokens of a text whose frequencies never change; None if unlimited.
+
+    This is the context of readers that know one side of a `position_switch` only.
+    """
+    switch = position_switch(config)
+    return max_positions(config) if switch is None else switch

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_specdec.config import settings
-from lightning_specdec.models.state import DecodeState, KVStorage, Lengths, as_list
+from lightning_specdec.models.state import DecodeState, KVStorage, Lengths, as_list, crosses_switch
 
 # Other packages import these names from here.
 from lightning_specdec.models.threads import one_thread as one_thread
@@ -94,6 +94,11 @@ class LanguageModel(nn.Module, ABC):
         hidden_size: width of the last layer's output; None if the model returns no features.
         num_layers: number of layers; None if the model returns no features.
         max_positions: context length in tokens; None if there is no limit.
+        position_switch: most tokens of a prompt whose text is read with one set of positions; the
+            texts of longer prompts are read with another one, from their first token on (LongRoPE).
+            So no text may begin on one side and end on the other. None if positions never change.
+        longer_texts_with: how to load the model so that it reads texts beyond `max_positions`;
+            None if there is no way.
         vocabulary: the bytes of each token; None if unknown.
         tokenizer: converts text to tokens; None if the tokens are not text.
         origin: the files that the weights were read from; None for a model that was created or
@@ -109,6 +114,8 @@ class LanguageModel(nn.Module, ABC):
     hidden_size: int | None = None
     num_layers: int | None = None
     max_positions: int | None = None
+    position_switch: int | None = None
+    longer_texts_with: str | None = None
     vocabulary: Vocabulary | None = None
     tokenizer: Tokenizer | None = None
     origin: Origin | None = None
@@ -233,6 +240,21 @@ class LanguageModel(nn.Module, ABC):
         Counted at the first use and kept, since packed layers have no parameters.
         """
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def room_after(self, num_prompt_tokens: int) -> int | None:
+        """Most new tokens after a prompt of that many tokens; None if there is no limit.
+
+        It may be below 1. The last new token is not read, so it needs no position.
+        """
+        last_position = self.max_positions
+        if self.position_switch is not None and num_prompt_tokens <= self.position_switch:
+            last_position = self.position_switch
+        return None if last_position is None else last_position + 1 - num_prompt_tokens
+
+    def crosses_switch(self, num_prompt_tokens: int, num_new_tokens: int) -> bool:
+        """Whether a text would begin on one side of the position switch and end on the other."""
+        switch = self.position_switch
+        return switch is not None and crosses_switch(num_prompt_tokens, num_new_tokens, switch)
 
     @property
     def device(self) -> torch.device:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
-from lightning_specdec.models.weights import weights_checksum
+from lightning_specdec.models.weights import overwritten_buffers, weights_checksum
 
 _HOOK_TABLES = {
     "_forward_hooks": "a forward hook",
@@ -28,6 +28,7 @@ _INTERNAL_HOOK_MODULES = (
     "transformers.utils.output_capturing",
     "lightning_specdec.models.huggingface",
     "lightning_specdec.models.layers",
+    "lightning_specdec.models.longrope",
 )
 _INTERNAL_NAMES = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of weights, submodules and hooks, its mode."""
@@ -229,7 +230,14 @@ class ModelStamp:
             self._values.append(name)
             self._values.append(None if child is None else id(child))
         self._add_weights(module._parameters, count_writes=self._count_writes)
-        self._add_weights(module._buffers, count_writes=True)
+        # What a forward pass overwrites decides nothing.
+        overwritten_names = overwritten_buffers(module)
+        fixed_buffers = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if name not in overwritten_names
+        }
+        self._add_weights(fixed_buffers, count_writes=True)
         self._add_hooks(vars(module))
         self._add_attributes(module)
 

@@ -50,6 +50,7 @@ from lightning_specdec.models.state import (
     StoragePool,
     as_list,
 )
+from lightning_specdec.models.weights import fixed_tensors
 from lightning_specdec.text.tokenizer import TextTokenizer, Tokenizer
 
 # transformers writes to stderr while it is imported.
@@ -63,6 +64,8 @@ with quiet():
         continued_mask,
         max_positions,
         needs_row_caches,
+        position_switch,
+        positions_before_switch,
     )
     from lightning_specdec.models.layers import (
         Entered,
@@ -72,6 +75,7 @@ with quiet():
         cache_name,
         scoring_only,
     )
+    from lightning_specdec.models.longrope import on_sides
     from lightning_specdec.models.row_reader import RowReader
 
 if TYPE_CHECKING:
@@ -167,18 +171,26 @@ class HuggingFaceLM(LanguageModel):
         self.config = self.model.config.get_text_config(decoder=True)
         self.windows = attention_windows(self.model, self.config)
         self.max_positions = max_positions(self.config)
+        self.position_switch = position_switch(self.config)
         if not needs_row_caches(self.model, self.config):
             self._row_reader = None
-        elif self._row_reader is None:
-            self._row_reader = RowReader(self.model, self.config)
         else:
-            self._row_reader.config = self.config
+            # Row caches do not remember sides.
+            self.max_positions = positions_before_switch(self.config)
+            self.position_switch = None
+            self._update_row_reader()
 
         head = self.model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or self.config.vocab_size)
         self.hidden_size = getattr(head, "in_features", None)
         if self.hidden_size is None:
             self.hidden_size = getattr(self.config, "hidden_size", None)
+
+    def _update_row_reader(self) -> None:
+        if self._row_reader is None:
+            self._row_reader = RowReader(self.model, self.config)
+        else:
+            self._row_reader.config = self.config
 
     def _replace_attention(self) -> None:
         # A model that makes its masks may test the name of its attention.
@@ -294,7 +306,13 @@ class HuggingFaceLM(LanguageModel):
         self.refresh()
         if self._row_reader is not None:
             return self._row_state(self._row_reader, batch_size)
-        return KVState(batch_size, max_length, device=self.device, pool=self._pool)
+        return KVState(
+            batch_size,
+            max_length,
+            device=self.device,
+            pool=self._pool,
+            position_switch=self.position_switch,
+        )
 
     def _row_state(self, row_reader: RowReader, batch_size: int) -> SnapshotState:
         """An empty state of row caches, for a model that is measured before its first use."""
@@ -344,7 +362,8 @@ class HuggingFaceLM(LanguageModel):
             return self
 
         shared: dict[int, Any] = {id(self.tokenizer): self.tokenizer}
-        for tensor in (*self.parameters(), *self.buffers()):
+        # What a forward pass overwrites is not shared: the user may run the model meanwhile.
+        for tensor in fixed_tensors(self):
             shared[id(tensor)] = tensor
         copy = deepcopy(self, shared).eval()
         copy._is_private = True
@@ -593,6 +612,12 @@ class HuggingFaceLM(LanguageModel):
     ) -> ModelOutput:
         """Continue a state, in the fastest way that this call allows."""
         num_tokens = tokens.shape[1]
+        if state.position_switch is not None and exit_states is None:
+            # With exit states, the lower layers have begun these texts.
+            lengths = [num_tokens] * len(tokens)
+            if valid_lengths is not None:
+                lengths = as_list(valid_lengths)
+            state.begin_texts(lengths, state.consumed)
 
         # A recorded call has one shape: the lower layers have read all tokens but the last.
         has_one_shape = exit_states is None
@@ -709,6 +734,8 @@ class HuggingFaceLM(LanguageModel):
     ) -> Tensor:
         assert isinstance(state, KVState)
         batch_size, num_tokens = tokens.shape
+        if state.position_switch is not None:
+            state.begin_texts([num_tokens] * batch_size, starts)
         most_tokens = longest_part(self.device)
         if num_tokens <= most_tokens:
             hidden, call = self._enter(_cache(state, num_tokens, starts), tokens)
@@ -753,7 +780,8 @@ class HuggingFaceLM(LanguageModel):
         positions = self._positions(cache)
         hidden = given if given.is_floating_point() else self.stack.embed(given, positions)
         mask = self._layers_mask(cache, continues=continues)
-        return hidden, self.stack.begin(hidden, positions, mask, cache)
+        call = self.stack.begin(hidden, positions, mask, cache, cache.slots.is_long)
+        return hidden, call
 
     def _layers_mask(self, cache: StateCache, *, continues: bool) -> Tensor | None:
         """The mask of layers that are called one by one; None if causal attention needs none."""
@@ -876,7 +904,8 @@ class HuggingFaceLM(LanguageModel):
         def scored(hidden: Tensor) -> Tensor:
             return select(hidden, logits_for)
 
-        with scoring_only(self.model, scored) as head_inputs:
+        is_long = None if cache is None else cache.slots.is_long
+        with on_sides(self.model, is_long), scoring_only(self.model, scored) as head_inputs:
             if self._user_code and cache is not None:
                 # The user's own model runs, which may be in training mode.
                 with _in_eval_mode(self.model):
@@ -1058,7 +1087,8 @@ def _recorded_cache(
 ) -> StateCache:
     """The cache of a call whose positions only the device has."""
     positions = starts[:, None] + torch.arange(tokens.shape[1], device=starts.device)
-    return StateCache(storage, Slots(positions, None, span), recorded=True)
+    slots = Slots(positions, None, span, is_long=storage.is_long)
+    return StateCache(storage, slots, recorded=True)
 
 
 def _as_model(model: Any, vocab_size: int | None) -> PreTrainedModel:

@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from lightning_specdec.models.longrope import rotation
+
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+    from lightning_specdec.models.longrope import IsLong
 
 Call = dict[str, Any]
 """Arguments that all layers of one call share: positions, their rotation, mask and cache."""
@@ -153,8 +157,13 @@ class LayerStack:
         positions: Int[Tensor, "#B T"],
         mask: Tensor | None,
         cache: Cache | None,
+        is_long: IsLong = None,
     ) -> Call:
-        """The arguments of a call's layers; dtype and device are those of `hidden`."""
+        """The arguments of a call's layers; dtype and device are those of `hidden`.
+
+        Args:
+            is_long: the side of each row's text, of a model with a position switch.
+        """
         call: Call = {
             "attention_mask": mask,
             "position_ids": positions,
@@ -162,7 +171,9 @@ class LayerStack:
             "use_cache": cache is not None,
         }
         if hasattr(self.inner, "rotary_emb"):
-            call["position_embeddings"] = self.inner.rotary_emb(hidden, position_ids=positions)
+            call["position_embeddings"] = rotation(
+                self.inner.rotary_emb, hidden, positions, is_long
+            )
         return call
 
     def run(

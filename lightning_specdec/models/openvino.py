@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,7 @@ from lightning_specdec.models.paged_state import (
     shared_tensor,
 )
 from lightning_specdec.models.state import DecodeState, Lengths, as_list
-from lightning_specdec.models.weights import WeightIdentity, weights_checksum
+from lightning_specdec.models.weights import WeightIdentity, fixed_tensors, weights_checksum
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -800,9 +800,19 @@ class OpenVINOLM(HuggingFaceLM):
 
     fused = pack = packed
 
+    def _read_config(self) -> None:
+        super()._read_config()
+        if self.position_switch is not None:
+            # The converted layers choose one side for all rows of a call.
+            self.longer_texts_with = (
+                f'backend="torch" (--backend torch), which reads up to {self.max_positions} tokens'
+            )
+            self.max_positions = self.position_switch
+            self.position_switch = None
+
     def _tensors(self) -> Iterator[Tensor]:
-        """All weights and buffers, which the converted model holds as copies."""
-        return chain(self.model.parameters(), self.model.buffers())
+        """All weights and buffers that the converted model holds as copies."""
+        return iter(fixed_tensors(self.model))
 
     def _present_stamp(self) -> tuple[list[WeightIdentity], bytes]:
         return weights_stamp(self, reads_values=not self._is_unchanged)

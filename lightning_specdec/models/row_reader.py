@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightning_specdec.models.attention import accepts_positions, max_positions
+from lightning_specdec.models.attention import accepts_positions, positions_before_switch
 from lightning_specdec.models.base import ModelOutput
 from lightning_specdec.models.layers import cache_name, parameter_names, scoring_only
 from lightning_specdec.models.model_config import first_line
@@ -199,7 +199,7 @@ class RowReader:
         """
         unread = row.unread
         num_again = len(unread) - num_new
-        limit = max_positions(self.config)
+        limit = positions_before_switch(self.config)
         if limit is not None:
             # A row near the end of the context may share a call with longer drafts.
             unread = unread[: max(0, limit - row.num_read)]
@@ -416,7 +416,7 @@ class RowReader:
         """Find out how many tokens a call may read, and which rows may share one."""
         num_compared = sum(_CALL_LENGTHS)
         num_tokens = _NUM_PROMPT_TOKENS + num_compared
-        limit = max_positions(self.config)
+        limit = positions_before_switch(self.config)
         is_short = limit is not None and limit < num_tokens
         chooses_keys = self._has_layers(_CHOOSES_KEYS)
         ignores_state = self.config.model_type in _IGNORES_STATE

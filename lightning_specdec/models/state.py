@@ -41,6 +41,15 @@ def as_list(lengths: Lengths) -> list[int]:
     return list(lengths)
 
 
+def crosses_switch(num_prompt_tokens: int, num_new_tokens: int, switch: int) -> bool:
+    """Whether a text begins on one side of a position switch and ends on the other.
+
+    The last new token is not read, so it does not count.
+    """
+    num_read = num_prompt_tokens + num_new_tokens - 1
+    return num_prompt_tokens <= switch < num_read
+
+
 class DecodeState(ABC):
     """What a model keeps of the tokens that a batch of rows has consumed, such as keys and values.
 
@@ -48,6 +57,8 @@ class DecodeState(ABC):
         consumed: number of tokens that each row has consumed, on the host.
         committed: for each row the smallest length that it can still be truncated to.
         device: where the state's tensors are.
+        position_switch: as of `LanguageModel`. The state remembers on which side of it each row is.
+        is_long: for each row, whether its prompt has more tokens than `position_switch`.
         shares_calls: whether an empty row costs nothing, since each call reads all rows. If not,
             rows are read alone or with those that happen to read equally many tokens.
         reads_in_parts: whether a prompt may be read in several calls, each on many tokens. If not,
@@ -56,11 +67,15 @@ class DecodeState(ABC):
 
     shares_calls: ClassVar[bool] = True
     reads_in_parts = True
+    position_switch: int | None = None
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self.consumed = [0] * batch_size
         self.committed = [0] * batch_size
         self.device = device
+        self.is_long = [False] * batch_size
+        # Rows whose whole prompts are known before they read anything (see `expect_prompts`).
+        self._is_expected = [False] * batch_size
         # Lengths on the device, with the list on the host that they are a copy of.
         self._device_lengths: tuple[list[int], Tensor] | None = None
         self._round_uploads_lengths = False
@@ -113,6 +128,47 @@ class DecodeState(ABC):
         self._check(lengths)
         self.committed = list(lengths)
 
+    # The sides of a position switch
+
+    def is_long_prompt(self, num_tokens: int) -> bool:
+        """Whether a prompt of that many tokens is on the long side."""
+        return self.position_switch is not None and num_tokens > self.position_switch
+
+    def expect_prompts(self, prompt_lengths: Sequence[int]) -> None:
+        """Report how many tokens each row's whole prompt has, before a part of it is read.
+
+        Otherwise, an empty row takes the tokens that it reads first as its prompt. Report again
+        after rows were cleared. A row that has read tokens must stay on its side.
+        """
+        if self.position_switch is None:
+            return
+        sides = list(self.is_long)
+        for row, num_tokens in enumerate(prompt_lengths):
+            sides[row] = self.is_long_prompt(num_tokens)
+            is_kept = self.consumed[row] == 0 or sides[row] == self.is_long[row]
+            assert is_kept, f"row {row} has read tokens on the other side of the position switch"
+        self._is_expected = [True] * len(sides)
+        self._set_sides(sides)
+
+    def begin_texts(self, lengths: Sequence[int], starts: Sequence[int]) -> None:
+        """Take what empty rows are about to read as their prompts, unless these are expected.
+
+        Models call it.
+
+        Args:
+            lengths: tokens that each row reads.
+            starts: position of the first of them.
+        """
+        sides = list(self.is_long)
+        for row, num_tokens in enumerate(lengths):
+            is_empty = self.consumed[row] == 0 and starts[row] == 0
+            if is_empty and not self._is_expected[row]:
+                sides[row] = self.is_long_prompt(num_tokens)
+        self._set_sides(sides)
+
+    def _set_sides(self, sides: list[bool]) -> None:
+        self.is_long = sides
+
     def advance(self, num_tokens: int, valid_lengths: Lengths | None = None) -> None:
         """Count tokens as consumed: `num_tokens` in each row, or `valid_lengths[b]` in row b.
 
@@ -145,6 +201,8 @@ class DecodeState(ABC):
         self._select(rows, source, is_empty)
         self.consumed = _select_lengths(self.consumed, rows)
         self.committed = _select_lengths(self.committed, rows)
+        self._is_expected = [row >= 0 and self._is_expected[row] for row in rows]
+        self._set_sides([row >= 0 and self.is_long[row] for row in rows])
 
     @abstractmethod
     def _select(self, rows: Sequence[int], source: Tensor, empty: Tensor) -> None:
@@ -157,6 +215,8 @@ class DecodeState(ABC):
         """Empty these rows in place, for the next prompt."""
         self.consumed = _clear_lengths(self.consumed, rows)
         self.committed = _clear_lengths(self.committed, rows)
+        for row in rows:
+            self._is_expected[row] = False
 
     def forget_calls(self, owners: Sequence[object]) -> None:  # noqa: B027
         """Drop what was recorded of the calls of these objects, such as a drafter's networks."""
@@ -174,6 +234,7 @@ class DecodeState(ABC):
         self.consumed = [*self.consumed[:row], length, *self.consumed[row + 1 :]]
         # Nothing was given up below that length, since the copy has all of it.
         self.committed = [*self.committed[:row], 0, *self.committed[row + 1 :]]
+        self._set_sides([*self.is_long[:row], copy.is_long, *self.is_long[row + 1 :]])
 
     def _load(self, row: int, copy: RowCopy, length: int) -> None:
         raise NotImplementedError(f"{type(self).__name__} makes no copies")
@@ -186,10 +247,12 @@ class RowCopy:
     Args:
         length: tokens of the row.
         tensors: by names that belong to the state.
+        is_long: as of `DecodeState`.
     """
 
     length: int
     tensors: Mapping[Any, Tensor]
+    is_long: bool = False
 
 
 def _select_lengths(lengths: list[int], rows: Sequence[int]) -> list[int]:
@@ -328,12 +391,15 @@ class Slots:
         first: the slot of every row's first token; None if rows differ.
         span: how many slots, from the first on, the call's queries attend over.
         row: the only row that the call reads; None for all rows.
+        is_long: whether the rows are on the long side of the position switch: all of them, or each
+            one; None for a model without a switch.
     """
 
     positions: Int[Tensor, "B T"]
     first: int | None
     span: int
     row: int | None = None
+    is_long: bool | Bool[Tensor, "B"] | None = None
 
     @property
     def rows(self) -> slice:
@@ -346,6 +412,9 @@ class KVStorage:
 
     Args:
         graphs: recorded calls; None if calls are not recorded.
+
+    Attributes:
+        is_long: as of `DecodeState`, on the device; None for a model without a position switch.
     """
 
     def __init__(
@@ -360,6 +429,20 @@ class KVStorage:
         self.graphs = graphs
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.rows = torch.arange(batch_size, device=device)[:, None]
+        self.is_long: Bool[Tensor, "B"] | None = None
+        self._host_is_long: list[bool] = []
+
+    def set_sides(self, is_long: list[bool]) -> None:
+        """Upload the sides of all rows, if they have changed."""
+        if is_long == self._host_is_long:
+            return
+        self._host_is_long = is_long
+        sides = torch.tensor(is_long, device=self.rows.device)
+        if self.is_long is None or self.graphs is None:
+            self.is_long = sides
+        else:
+            # Recorded calls read it where it is.
+            self.is_long.copy_(sides)
 
     @property
     def size(self) -> int:
@@ -559,6 +642,7 @@ class KVState(DecodeState):
             after them.
         pool: where the buffers come from and return to, with what was recorded over them; None for
             buffers of this state only.
+        position_switch: of the model.
     """
 
     def __init__(
@@ -568,12 +652,15 @@ class KVState(DecodeState):
         *,
         device: torch.device,
         pool: StoragePool | None = None,
+        position_switch: int | None = None,
     ) -> None:
         super().__init__(batch_size, device)
+        self.position_switch = position_switch
         self._pool = pool
         self._use(batch_size, max_length + 1)
         self._num_used = [0] * batch_size
         """Slots of each row that may hold something, from the first one on."""
+        self._set_sides(self.is_long)
 
     def _use(self, batch_size: int, num_slots: int) -> None:
         """Continue with an empty storage."""
@@ -587,6 +674,21 @@ class KVState(DecodeState):
     @property
     def graphs(self) -> GraphCache | None:
         return self.storage.graphs
+
+    def _set_sides(self, sides: list[bool]) -> None:
+        super()._set_sides(sides)
+        if self.position_switch is not None:
+            self.storage.set_sides(sides)
+
+    def _sides_of(self, row: int | None) -> bool | Tensor | None:
+        """`Slots.is_long` of a call on that row, or on all rows."""
+        if self.position_switch is None:
+            return None
+        if row is not None:
+            return self.is_long[row]
+        if all(self.is_long) or not any(self.is_long):
+            return self.is_long[0]
+        return self.storage.is_long
 
     def slots(
         self,
@@ -608,10 +710,11 @@ class KVState(DecodeState):
         last = max(host_starts)
         end = last + num_tokens
         span = min(end, self.num_slots)
+        is_long = self._sides_of(row)
 
         if first == last and end <= self.num_slots:
             positions = torch.arange(first, end, device=self.device)
-            return Slots(positions.expand(len(host_starts), -1), first, span, row)
+            return Slots(positions.expand(len(host_starts), -1), first, span, row, is_long)
 
         # Rows differ, so each has separate positions.
         if starts is None:
@@ -620,7 +723,7 @@ class KVState(DecodeState):
             device_starts = torch.tensor(starts, device=self.device)
         offsets = torch.arange(num_tokens, device=self.device)
         positions = device_starts[:, None] + offsets
-        return Slots(positions, None, span, row)
+        return Slots(positions, None, span, row, is_long)
 
     def _note_used(self, starts: Sequence[int], num_tokens: int) -> None:
         """Remember that a call writes this many tokens of every row, padding included."""
@@ -653,7 +756,7 @@ class KVState(DecodeState):
             self._pool.forget_calls(owners)
 
     def save_row(self, row: int, length: int) -> RowCopy:
-        return RowCopy(length, self.storage.save_row(row, length))
+        return RowCopy(length, self.storage.save_row(row, length), self.is_long[row])
 
     def _load(self, row: int, copy: RowCopy, length: int) -> None:
         self.write_row(row, copy.tensors, length)

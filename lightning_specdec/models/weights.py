@@ -18,6 +18,8 @@ _BLOCK_ROWS = 512
 """Rows that a thread reads at a time: 4 MiB."""
 _THREADED_BYTES = 2**24
 """Weights of at least this size are read by several threads."""
+ROPE_TYPE = "longrope"
+"""transformers' name of rotary positions whose frequencies change once (see `models.longrope`)."""
 
 
 def _odd_factors() -> np.ndarray:
@@ -51,7 +53,7 @@ def weights_digest(module: nn.Module, *, is_unchanged: bool = False) -> str:
             for tensor in _tensors(part):
                 ids_from_files.add(id(tensor))
 
-    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+    for name, tensor in _named_weights(module):
         digest.update(name.encode())
         values = tensor.detach()
         is_from_file = id(tensor) in ids_from_files
@@ -174,6 +176,38 @@ def weights_stamp(
         return identities, b""
     sampled_bytes = torch.cat(samples).numpy().tobytes()
     return identities, sampled_bytes
+
+
+def overwritten_buffers(module: nn.Module) -> tuple[str, ...]:
+    """Names of the buffers of one module that its forward pass overwrites in each call.
+
+    These are the frequencies that transformers chooses for a call. What it chooses from are other
+    buffers.
+    """
+    if getattr(module, "rope_type", None) == ROPE_TYPE:
+        return ("inv_freq",)
+    return ()
+
+
+def fixed_tensors(module: nn.Module) -> list[Tensor]:
+    """All parameters and buffers, without those that a forward pass overwrites."""
+    overwritten_ids: set[int] = set()
+    for part in module.modules():
+        for name in overwritten_buffers(part):
+            overwritten_ids.add(id(part._buffers.get(name)))
+    return [tensor for tensor in _tensors(module) if id(tensor) not in overwritten_ids]
+
+
+def _named_weights(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Names and values of all parameters and buffers, as they are before the first call."""
+    original_tensors: dict[int, Tensor] = {}
+    for part in module.modules():
+        for name in overwritten_buffers(part):
+            original_tensor = part._buffers.get(f"original_{name}")
+            if original_tensor is not None:
+                original_tensors[id(part._buffers[name])] = original_tensor
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        yield name, original_tensors.get(id(tensor), tensor)
 
 
 def _tensors(module: nn.Module) -> Iterable[Tensor]:

@@ -63,8 +63,11 @@ class DrafterTrial:
         self._max_batch_size = max_batch_size
         # Enough for the round that reads the prompt, for a whole draft, and for a draft after a
         # draft.
-        num_new = 2 * self._session.window.largest + 3
-        self._row = self._session.add([0], max_new_tokens=max(1, min(num_new, max_length - 1)))
+        num_new = min(2 * self._session.window.largest + 3, max_length - 1)
+        room = target.room_after(1)
+        if room is not None:
+            num_new = min(num_new, room)
+        self._row = self._session.add([0], max_new_tokens=max(1, num_new))
 
     def step(self) -> bool:
         """Run one round. Returns whether it was the last one.

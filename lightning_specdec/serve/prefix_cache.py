@@ -31,11 +31,14 @@ class PrefixCache:
     def find(self, prompt: Sequence[int]) -> tuple[SavedText | None, int]:
         """The text that shares the longest prefix with a prompt, and the length of that prefix.
 
-        The prompt's last token does not count, since it is always read.
+        It was read with the positions that the prompt has. The prompt's last token does not count,
+        since it is always read.
         """
         best_text = None
         best_length = 0
         for text in self._texts:
+            if not text.serves(prompt):
+                continue
             length = min(num_shared(prompt, text.tokens), len(prompt) - 1)
             if length >= MIN_SHARED and length > best_length:
                 best_text = text
@@ -45,12 +48,16 @@ class PrefixCache:
         return best_text, best_length
 
     def put(self, text: SavedText) -> None:
-        """Keep a text. Texts that it begins with are dropped, since it serves in their place."""
+        """Keep a text. Texts that it begins with are dropped, since it serves in their place.
+
+        Those that were read with other positions stay.
+        """
         size = state_bytes(text.target_copy, text.draft_copy)
         if size > self.capacity:
             return
         for other in list(self._texts):
-            if text.tokens[: len(other.tokens)] == other.tokens:
+            is_beginning = text.tokens[: len(other.tokens)] == other.tokens
+            if is_beginning and text.target_copy.is_long == other.target_copy.is_long:
                 self._drop(other)
         while self.num_bytes + size > self.capacity:
             self._drop(next(iter(self._texts)))

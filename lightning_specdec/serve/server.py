@@ -167,7 +167,12 @@ def make_server(
     context = min(known_limits, default=DEFAULT_MAX_LENGTH)
     max_length = settings.max_length or min(context, DEFAULT_MAX_LENGTH)
     if known_limits and max_length > context:
-        raise ValueError(f"--max_length {max_length} exceeds the models' context of {context}")
+        advice = ""
+        if target.longer_texts_with is not None:
+            advice = f": use {target.longer_texts_with}"
+        raise ValueError(
+            f"--max_length {max_length} exceeds the models' context of {context}{advice}"
+        )
 
     check_memory(
         target,

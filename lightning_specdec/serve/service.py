@@ -103,7 +103,7 @@ class Service:
 
         max_new_tokens = request.max_completion_tokens or request.max_tokens
         if max_new_tokens is None:
-            max_new_tokens = max(1, self.engine.max_length - len(prompt))
+            max_new_tokens = self._room_after(prompt)
         num_top_logprobs = request.top_logprobs or 0
         format_options = {
             "with_scores": request.logprobs,
@@ -212,6 +212,14 @@ class Service:
                 raise ApiError(str(error), param=_field_of(str(error), prompt_field)) from None
         num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         return Job(request, generations, answer_format, num_prompt_tokens)
+
+    def _room_after(self, prompt: Sequence[int]) -> int:
+        """Most new tokens of an answer for which the request names no number; at least one."""
+        num_free = self.engine.max_length - len(prompt)
+        room = self.engine.target.room_after(len(prompt))
+        if room is not None:
+            num_free = min(num_free, room)
+        return max(1, num_free)
 
     def _check_length(self, prompt: Sequence[int], max_new_tokens: int, prompt_field: str) -> None:
         if len(prompt) + max_new_tokens > self.engine.max_length:

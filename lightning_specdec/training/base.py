@@ -222,9 +222,11 @@ class SpeculativeTraining(LightningModule, ABC):
         for name, reader in readers.items():
             context = _shortest_context(reader)
             if context is not None and data.max_length > context:
+                advice = "shorten them, or raise its max_position_embeddings"
+                if _has_position_switch(reader):
+                    advice = "shorten them, since longer ones have other positions"
                 raise ValueError(
-                    f"sequences have {data.max_length} tokens, and {name} reads {context}: shorten "
-                    "them, or raise its max_position_embeddings"
+                    f"sequences have {data.max_length} tokens, and {name} reads {context}: {advice}"
                 )
 
     def _data(self) -> Any:
@@ -357,6 +359,18 @@ def _shortest_context(network: nn.Module) -> int | None:
 
     A draft may decode texts that exceed its context, but training reads whole sequences.
     """
-    models = [module for module in network.modules() if isinstance(module, LanguageModel)]
-    limits = [model.max_positions for model in models if model.max_positions is not None]
+    limits = []
+    for model in _models_in(network):
+        # The texts of a batch share their positions, so they have to be on one side of a switch.
+        limit = model.position_switch or model.max_positions
+        if limit is not None:
+            limits.append(limit)
     return min(limits, default=None)
+
+
+def _has_position_switch(network: nn.Module) -> bool:
+    return any(model.position_switch is not None for model in _models_in(network))
+
+
+def _models_in(network: nn.Module) -> list[LanguageModel]:
+    return [module for module in network.modules() if isinstance(module, LanguageModel)]

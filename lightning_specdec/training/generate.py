@@ -21,6 +21,7 @@ from lightning_specdec.data import corpus
 from lightning_specdec.data.prompt_sources import PromptShard, PromptSource
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding import FixedWindow, Session
+from lightning_specdec.decoding.requests import check_switch
 from lightning_specdec.drafters import NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.packed import limit_threads
@@ -209,6 +210,9 @@ class GenerateText(LightningModule):
                 f"do not fit the target's context of {max_positions}: lower max_new_tokens or "
                 "data.max_prompt_tokens"
             )
+        if self.engine is None:
+            for prompt in prompts:
+                check_switch(len(prompt), self.max_new_tokens, target.position_switch)
         shards: list[PromptShard] = []
         for start in range(0, len(prompts), self.shard_size):
             shard_prompts = prompts[start : start + self.shard_size]
