@@ -23,7 +23,7 @@ from lightning_specdec.checkpoints.target_reference import TargetReference
 from lightning_specdec.config.checks import require_int
 from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.config.kinds import DRAFTERS, Choice
-from lightning_specdec.config.models import PRETRAINED_ONLY, PairSource
+from lightning_specdec.config.models import MOST_SMALL, PRETRAINED_ONLY, PairSource
 from lightning_specdec.config.pairs import MOST_THREADS, get_pair
 from lightning_specdec.config.settings import accepts_fields
 from lightning_specdec.decoding import (
@@ -39,6 +39,7 @@ from lightning_specdec.decoding import (
     stream,
 )
 from lightning_specdec.decoding.requests import Prompts, as_prompts, check_padding
+from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
 from lightning_specdec.models.agreement import agreement_of
@@ -90,6 +91,19 @@ class _Form(Generic[ModuleType]):
         return stamp == self.stamp and weights_checksum(self.copied) == self.checksum
 
 
+def _default_num_draft_tokens(
+    target: LanguageModel, stored: int | str | None = None
+) -> WindowChoice:
+    """Draft tokens per round if nobody chooses.
+
+    Args:
+        stored: the number that the draft's file recommends, which was measured elsewhere if at all.
+    """
+    if target.num_parameters > MOST_SMALL:
+        return "auto"
+    return stored or DEFAULT_WINDOW
+
+
 def _target_form(target: LanguageModel) -> _Form[LanguageModel]:
     if target.backend == "torch":
         check_in_memory(target)
@@ -131,7 +145,8 @@ class SpeculativeDecoder:
         prompts: held-out prompts as tokens. `benchmark`, `sweep` and `audit` use them by default.
         recipe: how the pair was trained, as plain values; saved with it.
         num_draft_tokens: draft tokens per round if a call sets none. "auto" chooses the fastest
-            number, see `window`.
+            number, see `window`. None is "auto" for targets of more than 10 million parameters,
+            whose calls take long enough to be worth measuring, and 3 for others.
         drafts: all drafters of the target by name, if there are several; `save` writes them all.
 
     Attributes:
@@ -150,7 +165,7 @@ class SpeculativeDecoder:
         tokenizer: Any = None,
         prompts: Sequence[Sequence[int]] = (),
         recipe: dict[str, Any] | None = None,
-        num_draft_tokens: WindowChoice = 3,
+        num_draft_tokens: WindowChoice | None = None,
         drafts: Mapping[str, Drafter] | None = None,
     ) -> None:
         self.target: LanguageModel = wrap_model(target)
@@ -165,6 +180,8 @@ class SpeculativeDecoder:
         self.prompts = [list(prompt) for prompt in prompts]
         self.recipe = recipe or {}
         self.drafts = dict(drafts or {})
+        if num_draft_tokens is None:
+            num_draft_tokens = _default_num_draft_tokens(self.target)
         self.num_draft_tokens = num_draft_tokens
         self.draft_origin: DraftOrigin | None = None
         self._reported_templates: set[tuple[str, str]] = set()
@@ -188,8 +205,9 @@ class SpeculativeDecoder:
         """Load the models that a `PairSource` names.
 
         Args:
-            num_draft_tokens: draft tokens per round. If None, the number that the pair or the draft
-                stores, or else 3.
+            num_draft_tokens: draft tokens per round. If None, those that the pair names. Without
+                one, "auto" for targets of more than 10 million parameters, and for others the
+                number that the draft stores, or else 3.
             threads: CPU threads of torch, set for this process. If None, the number that the pair
                 stores; without one, torch's number is left unchanged.
             pack: whether to lay out pretrained weights for this CPU, which makes them faster and
@@ -209,8 +227,10 @@ class SpeculativeDecoder:
             # Before the models are loaded: OpenVINO keeps the number that it was compiled with.
             torch.set_num_threads(threads)
         loaded = load_pair(source, pack=pack, mapped=mapped)
+        if num_draft_tokens is None and source.pair is not None and source.draft is None:
+            num_draft_tokens = loaded.num_draft_tokens
         if num_draft_tokens is None:
-            num_draft_tokens = loaded.num_draft_tokens or 3
+            num_draft_tokens = _default_num_draft_tokens(loaded.target, loaded.num_draft_tokens)
         decoder = cls(
             loaded.target,
             loaded.drafter,

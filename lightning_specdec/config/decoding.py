@@ -78,7 +78,8 @@ class DecodingConfig(SamplingSettings):
     )
     num_draft_tokens: Any = setting(
         None,
-        "draft tokens per round, or auto; default: that of the pair or draft, else 3",
+        "draft tokens per round, or auto; default: those of the pair, else auto, or of small "
+        "targets those of the draft, else 3",
         metavar="INT|auto",
     )
     rule: Any = setting(None, "acceptance rule; default: ExactMatch", metavar="RULE")
