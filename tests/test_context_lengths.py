@@ -8,7 +8,7 @@ import cases
 import pytest
 import torch
 from families import greedy_tokens, tiny
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 import lightning_specdec
 from lightning_specdec import ModelDrafter, NGramDrafter, SpeculativeDecoder
@@ -16,6 +16,7 @@ from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoding.session import Conversation, Session, run
 from lightning_specdec.drafters import StagedDrafter
 from lightning_specdec.drafters.ngram_with_fallback import NGramWithFallback
+from lightning_specdec.models.attention import max_positions, position_switch
 from lightning_specdec.models.huggingface import HuggingFaceLM
 from lightning_specdec.rules import RULES
 
@@ -207,3 +208,22 @@ def test_a_conversation_outlives_the_context_of_its_draft() -> None:
         run(session)
         expected = decoder.decode_standard(prompt, max_new_tokens=12, eos=cases.EOS).tokens[0]
         assert row.text[len(prompt) :] == expected
+
+
+def test_a_layer_whose_positions_depend_on_the_length_bounds_the_context() -> None:
+    """Layers of several kinds have a rotary scaling each."""
+    changing = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0],
+        "long_factor": [4.0],
+    }
+    for scalings, longest in (
+        ({"full_attention": changing, "sliding_attention": {"rope_type": "default"}}, 32),
+        ({"full_attention": {"rope_type": "dynamic", "factor": 4.0}}, 256),
+        ({"full_attention": {"rope_type": "default"}}, 256),
+    ):
+        config = PreTrainedConfig(max_position_embeddings=256)
+        config.rope_parameters = scalings
+        assert max_positions(config) == longest
+        assert position_switch(config) is None

@@ -139,3 +139,19 @@ def test_an_installed_package_brings_its_pairs_along(
 
     settings = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     assert 'force-include = { "configs" = "lightning_specdec/configs" }' in settings
+
+
+@pytest.mark.parametrize(
+    ("drafter", "has_draft"),
+    [(None, True), ("ModelDrafter", True), ("SuffixCorpusWithFallback", True)]
+    + [("NGramDrafter", False)],
+)
+def test_drafters_that_need_the_model_of_a_pair_get_it(
+    drafter: str | None, has_draft: bool
+) -> None:
+    source = PairSource(pair="qwen_coder", drafter=drafter)
+    completed = get_pair("qwen_coder").complete(source)
+    expected_drafter = "NGramWithFallback" if drafter is None else drafter
+    assert completed.drafter.name == expected_drafter
+    assert (completed.draft is not None) == has_draft
+    assert completed.draft_quantization == ("int8" if has_draft else None)

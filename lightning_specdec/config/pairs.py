@@ -172,7 +172,8 @@ class Pair(Settings):
 
         A source with its own draft, or with another drafter class than the pair's, does not get
         the pair's draft model. `NGramWithFallback` and `SuffixCorpusWithFallback` are the
-        exceptions: they try a lookup before that model.
+        exceptions, since they try a lookup before that model, and `ModelDrafter`, which uses the
+        model without a lookup.
         """
         self._announce_hub_models()
         own_drafter = self.own_drafter
@@ -181,9 +182,11 @@ class Pair(Settings):
             own_drafter is not None and drafter.name == own_drafter.name
         )
         is_lookup_first = drafter is not None and drafter.name in LOOKUP_FIRST
+        is_model_alone = drafter is not None and drafter.name == "ModelDrafter"
+        uses_model = is_lookup_first or (is_model_alone and self.draft is not None)
 
         defaults = self._target_defaults()
-        if source.draft is None and (is_pairs_drafter or is_lookup_first):
+        if source.draft is None and (is_pairs_drafter or uses_model):
             defaults.update(self._draft_defaults(source))
             if is_pairs_drafter and own_drafter is not None:
                 settings = {} if drafter is None else drafter.settings

@@ -313,6 +313,10 @@ def _generates_in_its_own_way(model_class: type[PreTrainedModel]) -> bool:
     return False
 
 
+_CHANGING_KINDS = ("dynamic", ROPE_TYPE)
+"""Rotary scalings whose frequencies depend on the length of the text."""
+
+
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Largest number of tokens of a text; None if unlimited.
 
@@ -331,6 +335,12 @@ def max_positions(config: PreTrainedConfig) -> int | None:
         return int(original_length)
     if kind == ROPE_TYPE and original_length is not None:
         return max(int(original_length), int(max_length or 0))
+
+    # Layers of several kinds have a scaling each. Which of them change is not followed.
+    for layer_scaling in scaling.values():
+        if isinstance(layer_scaling, Mapping) and layer_scaling.get("rope_type") in _CHANGING_KINDS:
+            layer_length = layer_scaling.get("original_max_position_embeddings", max_length)
+            max_length = layer_length if max_length is None else min(max_length, layer_length)
 
     if max_length is None:
         return None

@@ -50,7 +50,7 @@ from lightning_specdec.models.openvino_conversion import (
 from lightning_specdec.models.paged_state import (
     ATTENTION_INPUTS,
     BLOCK,
-    QUANTIZED_TOKEN_COST,
+    COSTLY_TOKEN_COST,
     TOKEN_COST,
     CallSizes,
     PagedCall,
@@ -836,9 +836,16 @@ class OpenVINOLM(HuggingFaceLM):
             max_length,
             sizes=sizes,
             dtype=self.compute_dtype,
-            token_cost=TOKEN_COST if self.quantization is None else QUANTIZED_TOKEN_COST,
+            token_cost=self._token_cost,
             fewest_tokens=self._fewest_tokens,
         )
+
+    @property
+    def _token_cost(self) -> int:
+        """Cost of a padding token; see `CallSizes`."""
+        # Only processors with instructions for bfloat16 compute in it.
+        has_spare_arithmetic = self.compute_dtype == torch.bfloat16 and self.quantization is None
+        return TOKEN_COST if has_spare_arithmetic else COSTLY_TOKEN_COST
 
     def check_exit(self, num_layers: int) -> None:
         super().check_exit(num_layers)
