@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -181,12 +182,19 @@ def table(rows: Sequence[Row]) -> str:
                 str(row["batch_size"]),
                 best_fixed,
                 f"{sum(seconds[STANDARD]) / sum(seconds[best_fixed]):.2f}",
-                f"{over_standard.value:.2f} ({over_standard.low:.2f} to {over_standard.high:.2f})",
+                with_interval(over_standard),
                 f"{ratio_of(row, best).value:.2f}",
                 f"{slowest:.2f}",
             ]
         )
     return markdown_table(headings, lines)
+
+
+def with_interval(ratio: Interval) -> str:
+    """A ratio with its interval, which a single batch does not have."""
+    if math.isnan(ratio.low):
+        return f"{ratio.value:.2f}"
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def ratio_of(row: Row, method: str) -> Interval:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import adaptive_window
 import draft_comparison
 import engine_audit_power
 import engine_audits
@@ -240,6 +241,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers_context": peers_context_table,
     "peers_batches": table_of(peers_tables.batches, "peers"),
     "peers_ours": table_of(peers_tables.own_table, "peers"),
+    "adaptive_window": table_of(adaptive_window.table, "adaptive_window"),
     "audits": table_of(record_tables.audits_table, "audits"),
     "draft_comparison": table_of(draft_comparison.table, "draft_comparison", "drafts"),
     "engine_audits": table_of(engine_audits.table, "engine_audits"),
