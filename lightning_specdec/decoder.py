@@ -38,7 +38,13 @@ from lightning_specdec.decoding import (
     run,
     stream,
 )
-from lightning_specdec.decoding.requests import Prompts, as_prompts, check_padding
+from lightning_specdec.decoding.requests import (
+    Prompts,
+    as_prompts,
+    check_batch,
+    check_padding,
+    power_of_two,
+)
 from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter
 from lightning_specdec.models import LanguageModel
@@ -46,7 +52,7 @@ from lightning_specdec.models.agreement import agreement_of
 from lightning_specdec.models.base import ModuleType, eval_copy
 from lightning_specdec.models.changes import ModelStamp, check_in_memory, copied_weights
 from lightning_specdec.models.weights import weights_checksum
-from lightning_specdec.rules import AcceptanceRule, Sampling
+from lightning_specdec.rules import AcceptanceRule, Sampling, make_rule
 from lightning_specdec.text.tokenizer import TextTokenizer, Tokenizer, named_tokenizer
 
 if TYPE_CHECKING:
@@ -92,16 +98,16 @@ class _Form(Generic[ModuleType]):
 
 
 def _default_num_draft_tokens(
-    target: LanguageModel, stored: int | str | None = None
+    target: LanguageModel, recommended: int | str | None = None
 ) -> WindowChoice:
     """Draft tokens per round if nobody chooses.
 
     Args:
-        stored: the number that the draft's file recommends, which was measured elsewhere if at all.
+        recommended: the number in the draft's file, which was chosen on another machine.
     """
     if target.num_parameters > MOST_SMALL:
         return "auto"
-    return stored or DEFAULT_WINDOW
+    return recommended or DEFAULT_WINDOW
 
 
 def _target_form(target: LanguageModel) -> _Form[LanguageModel]:
@@ -227,6 +233,7 @@ class SpeculativeDecoder:
             # Before the models are loaded: OpenVINO keeps the number that it was compiled with.
             torch.set_num_threads(threads)
         loaded = load_pair(source, pack=pack, mapped=mapped)
+        # The number of a pair belongs to its own draft.
         if num_draft_tokens is None and source.pair is not None and source.draft is None:
             num_draft_tokens = loaded.num_draft_tokens
         if num_draft_tokens is None:
@@ -537,15 +544,14 @@ class SpeculativeDecoder:
 
         Args:
             batch_size: rows whose costs are measured. Several sizes are for a batch whose number of
-                rows changes, as in a server.
+                rows changes, as in a server. Where the output depends on the number of draft
+                tokens, the costs are always those of one row.
         """
         config = self.config(config, **changes)
         if config.num_draft_tokens != "auto":
             return config.num_draft_tokens
-        pair = self.ready()
-        if isinstance(batch_size, int):
-            return self._adaptive_window(pair, config, [batch_size])
-        return self._adaptive_window(pair, config, batch_size)
+        sizes = list(batch_size) if isinstance(batch_size, Sequence) else [batch_size]
+        return self._adaptive_window(self.ready(), config, sizes)
 
     def _adaptive_window(
         self,
@@ -555,12 +561,16 @@ class SpeculativeDecoder:
     ) -> Window:
         from lightning_specdec.decoding.calibration import load_or_measure
 
+        # The rows of a batch are a power of two, some of them empty.
+        sizes = {power_of_two(require_int("batch_size", size, 1)) for size in batch_sizes}
+        if not make_rule(config.rule).keeps_tokens(greedy=config.sampling.greedy):
+            # The output depends on the windows, so these must not depend on the batch.
+            sizes = {1}
+
         target, drafter = pair
         calibrations: dict[int, Calibration] = {}
-        for batch_size in batch_sizes:
-            calibrations[batch_size] = load_or_measure(
-                target, drafter, config, batch_size=batch_size
-            )
+        for size in sorted(sizes):
+            calibrations[size] = load_or_measure(target, drafter, config, batch_size=size)
         return AdaptiveWindow(calibrations)
 
     def decode(
@@ -693,6 +703,9 @@ class SpeculativeDecoder:
             config = self.config(config, **changes)
             pair = self.ready()
             if config.num_draft_tokens == "auto":
+                # Wrong prompts are refused before the costs are measured.
+                target, drafter = pair
+                check_batch(tokens, target, config, indices=indices, drafter=drafter)
                 window = self._adaptive_window(pair, config, [len(tokens)])
                 config = config.changed(num_draft_tokens=window)
             session = open_session(*pair, tokens, config, indices=indices)
@@ -792,12 +805,16 @@ class SpeculativeDecoder:
         """
         from lightning_specdec.audit.auditor import Auditor
 
+        config = DecodingConfig.of(config, **changes)
+        if config.num_draft_tokens is None and self.num_draft_tokens == "auto":
+            # Each round of an audit has the same number.
+            config = config.changed(num_draft_tokens=DEFAULT_WINDOW)
         target, _ = self.ready()
         return Auditor(
             target,
             self._all_drafters(drafters),
             self._tokens(prompts),
-            self.config(config, **changes),
+            self.config(config),
             rules=rules,
             samplings=samplings,
             num_places=num_places,

@@ -162,8 +162,8 @@ def generate(
         input_ids: prompts `[B, T]`, passed by transformers.
         draft: a draft model (a name, a directory or a model), a draft file or a `Drafter`; prompt
             lookup when None.
-        num_draft_tokens: draft tokens per round, "auto" or a `Window`; the draft's default when
-            None, or else 3.
+        num_draft_tokens: draft tokens per round, "auto" or a `Window`; as of
+            `SpeculativeDecoder.load` when None.
         rule: acceptance rule, as of `DecodingConfig`; `ExactMatch` when None.
         seed: seed of sampling; when None, drawn from torch's global generator, as in transformers.
         call: logits processors, stopping criteria and configuration, passed by transformers.

@@ -121,6 +121,21 @@ def test_costs_of_other_widths_are_refused() -> None:
         AdaptiveWindow({1: ALONE, 4: narrow})
     with pytest.raises(ValueError, match="needs measured costs"):
         AdaptiveWindow({})
+    for size in (0, -3, 1.5):
+        with pytest.raises(ValueError, match="batch size must be"):
+            AdaptiveWindow({size: ALONE})  # type: ignore[dict-item]
+    wrong: list[Any] = [[], {"x": ALONE.to_dict()}, {"-1": ALONE.to_dict()}]
+    for by_size in wrong:
+        with pytest.raises(ValueError, match="batch size"):
+            window_from_dict({"kind": "AdaptiveWindow", "calibrations": by_size})
+
+
+def test_rounds_of_forced_tokens_follow_the_batch_too() -> None:
+    plan = AdaptiveWindow({1: ALONE, 16: CROWDED}).plan(jointly=True)
+    assert windows_after(plan, 1, 5) == [4]
+    rows = rows_of(16)
+    plan.learn([Outcome(row, 2, 2, 2, is_forced=True) for row in rows])
+    assert plan.windows(rows) == [0] * 16
 
 
 @pytest.mark.parametrize(

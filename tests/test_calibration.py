@@ -204,6 +204,43 @@ def test_a_pair_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert batch_sizes == [1, 2, 1, 1, 1]
 
 
+def test_what_cannot_be_written_is_measured_once_by_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no directory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    measured = []
+
+    def counting_calibrate(*arguments: Any, **options: Any) -> Calibration:
+        measured.append(options["batch_size"])
+        return COSTS
+
+    monkeypatch.setattr(measuring, "calibrate", counting_calibrate)
+    monkeypatch.setattr(measuring, "_not_written", {})
+    target = cases.target("rnn")
+    for _ in range(3):
+        assert load_or_measure(target, NGramDrafter()) == COSTS
+    assert measured == [1]
+
+
+def test_models_of_another_context_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short context is measured with fewer windows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+
+    def counting_calibrate(*arguments: Any, **options: Any) -> Calibration:
+        measured.append(options["batch_size"])
+        return COSTS
+
+    monkeypatch.setattr(measuring, "calibrate", counting_calibrate)
+    for max_positions in (40, 512, 40):
+        target = cases.MODELS["llama"](max_position_embeddings=max_positions)
+        load_or_measure(target, NGramDrafter())
+    assert len(measured) == 2
+
+
 def test_other_numbers_of_the_same_steps_of_sampling_are_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,7 +223,8 @@ def test_a_layer_whose_positions_depend_on_the_length_bounds_the_context() -> No
         ({"full_attention": {"rope_type": "dynamic", "factor": 4.0}}, 256),
         ({"full_attention": {"rope_type": "default"}}, 256),
     ):
-        config = PreTrainedConfig(max_position_embeddings=256)
+        config: Any = PreTrainedConfig()
+        config.max_position_embeddings = 256
         config.rope_parameters = scalings
         assert max_positions(config) == longest
         assert position_switch(config) is None

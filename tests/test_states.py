@@ -338,7 +338,7 @@ def test_static_buffers_are_never_reallocated() -> None:
 
 
 def test_empty_slots_take_no_memory() -> None:
-    """Of a long context, only what a text uses is in memory, also after the batch grew."""
+    """Of a very long context, only what a text uses is in memory, also after the batch grew."""
 
     def resident_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

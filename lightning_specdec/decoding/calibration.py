@@ -63,6 +63,9 @@ LOOKUP_ROUNDS = 20
 PERIOD = 24
 """Tokens after which the measured text repeats itself, so that a lookup finds something."""
 
+_not_written: dict[Path, Calibration] = {}
+"""What this process measured and could not write, by the file that it belongs into."""
+
 PhaseSeconds = dict[str, float]
 """Seconds of a round by phase."""
 
@@ -455,7 +458,7 @@ def load_or_measure(
     """This machine's calibration for a pair and its settings, measured once and cached."""
     config = DecodingConfig.of(config, **changes)
     path = _cache_path(target, drafter, config, batch_size)
-    calibration = _read(path)
+    calibration = _known(path)
     if calibration is not None:
         return calibration
 
@@ -486,8 +489,10 @@ def _store(calibration: Calibration, path: Path, notes: Notes) -> None:
         with replaced(path) as file:
             file.write(json.dumps(calibration.to_dict()).encode())
     except OSError as error:
+        _not_written[path] = calibration
         warn_once(
-            f"{path.parent} cannot be written ({error.strerror}): what calls cost is not remembered"
+            f"{path.parent} cannot be written ({error.strerror}): what calls cost is measured "
+            "again by each process"
         )
     notes.remove()
 
@@ -516,7 +521,12 @@ def stored(
 ) -> Calibration | None:
     """This machine's calibration for a pair and its settings; None if it was not measured yet."""
     config = DecodingConfig.of(config, **changes)
-    return _read(_cache_path(target, drafter, config, batch_size))
+    return _known(_cache_path(target, drafter, config, batch_size))
+
+
+def _known(path: Path) -> Calibration | None:
+    """What was measured for this file; None if nothing was."""
+    return _read(path) or _not_written.get(path)
 
 
 def _read(path: Path) -> Calibration | None:
@@ -550,7 +560,10 @@ def _cache_path(
         str(device),
         processor,
     )
-    key = repr((settings, machine, openvino, fingerprint(target), fingerprint(drafter)))
+    # A short context is measured with fewer windows.
+    contexts = (target.max_positions, drafter.max_positions)
+    networks = (fingerprint(target), fingerprint(drafter))
+    key = repr((settings, machine, openvino, contexts, networks))
     digest = hashlib.sha256(key.encode()).hexdigest()
     return cache_home() / f"calibration-{digest[:24]}.json"
 

@@ -136,7 +136,8 @@ class BatchCosts:
             calibrations = {1: calibrations}
         if not calibrations:
             raise ValueError("an adaptive window needs measured costs")
-        self.by_size = {size: calibrations[size] for size in sorted(calibrations)}
+        sizes = sorted(require_int("batch size", size, 1) for size in calibrations)
+        self.by_size = {size: calibrations[size] for size in sizes}
         if len({costs.widths for costs in self.by_size.values()}) > 1:
             raise ValueError("the widths of all batch sizes must be the same: measure again")
 
@@ -324,8 +325,13 @@ def window_from_dict(values: dict[str, Any]) -> Window:
     if kind == "FixedWindow":
         return FixedWindow(values["num_draft_tokens"])
     if kind == "AdaptiveWindow" and "calibrations" in values:
+        by_size = values["calibrations"]
+        if not isinstance(by_size, Mapping):
+            raise ValueError(f"calibrations must map batch sizes to costs, got {by_size!r}")
         calibrations: dict[int, Calibration] = {}
-        for size, costs in values["calibrations"].items():
+        for size, costs in by_size.items():
+            if not str(size).isdecimal():
+                raise ValueError(f"a batch size must be an integer, got {size!r}")
             calibrations[int(size)] = Calibration.from_dict(costs)
         return AdaptiveWindow(calibrations)
     if kind == "AdaptiveWindow":
@@ -580,12 +586,15 @@ class Controller:
         """Learn from a round, up to each row's first rejection: later noise is used again."""
         if not outcomes:
             return
-        if len(outcomes) != self.num_rows:
+        has_other_costs = len(outcomes) != self.num_rows
+        if has_other_costs:
             self._use_costs_of(len(outcomes))
         # Neither rates nor balance know the tokens that a grammar forces: they would speak for a
         # useless drafter, and pay for its drafts.
         outcomes = [outcome for outcome in outcomes if not outcome.is_forced]
         if not outcomes:
+            if has_other_costs:
+                self._choose()
             return
         called_window = 0
         for outcome in outcomes:

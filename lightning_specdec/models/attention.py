@@ -339,8 +339,9 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     # Layers of several kinds have a scaling each. Which of them change is not followed.
     for layer_scaling in scaling.values():
         if isinstance(layer_scaling, Mapping) and layer_scaling.get("rope_type") in _CHANGING_KINDS:
-            layer_length = layer_scaling.get("original_max_position_embeddings", max_length)
-            max_length = layer_length if max_length is None else min(max_length, layer_length)
+            layer_length = layer_scaling.get("original_max_position_embeddings")
+            lengths = [length for length in (max_length, layer_length) if length is not None]
+            max_length = min(lengths, default=None)
 
     if max_length is None:
         return None

@@ -565,7 +565,7 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     """Zeros, which take no memory on a CPU before they are written to.
 
     Most slots of a long context stay empty. torch writes its zeros at once; numpy lets the system
-    do that, page by page, when a page is first used.
+    do that, page by page, when a page is first used. Pages may have megabytes.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

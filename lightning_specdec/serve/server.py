@@ -19,6 +19,7 @@ from lightning_specdec.config.decoding import DecodingConfig
 from lightning_specdec.decoder import SpeculativeDecoder
 from lightning_specdec.decoding import AdaptiveWindow
 from lightning_specdec.decoding.calibration import batch_sizes_up_to
+from lightning_specdec.decoding.windows import DEFAULT_WINDOW
 from lightning_specdec.serve.app import make_app
 from lightning_specdec.serve.draft_comparison import DraftTrial
 from lightning_specdec.serve.draft_updates import DraftUpdates, draft_name
@@ -157,9 +158,6 @@ def make_server(
         raise ValueError("the target has no tokenizer, so it cannot serve text: use `decode`")
     api_key = settings.api_key()
     requested_config = decoder.config(config)
-    # Drafts that pay for one request may cost more than they save for many.
-    window = decoder.window(requested_config, batch_size=batch_sizes_up_to(settings.max_batch_size))
-    config = requested_config.changed(num_draft_tokens=window)
 
     target, drafter = decoder.ready()
     limits = (target.max_positions, drafter.max_positions)
@@ -174,14 +172,22 @@ def make_server(
             f"--max_length {max_length} exceeds the models' context of {context}{advice}"
         )
 
+    checked_config = requested_config
+    if requested_config.num_draft_tokens == "auto":
+        # What is refused is refused before the costs are measured.
+        checked_config = requested_config.changed(num_draft_tokens=DEFAULT_WINDOW)
     check_memory(
         target,
         drafter,
-        config,
+        checked_config,
         max_length=max_length,
         max_batch_size=settings.max_batch_size,
         cache_bytes=settings.prefix_cache_megabytes * 2**20,
     )
+    # Drafts that pay for one request may cost more than they save for many.
+    window = decoder.window(requested_config, batch_size=batch_sizes_up_to(settings.max_batch_size))
+    config = requested_config.changed(num_draft_tokens=window)
+
     origin = decoder.draft_origin
     name = draft_name(drafter, None if origin is None else origin.sha256)
     metrics = Metrics(name)
