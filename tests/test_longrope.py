@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -29,8 +30,10 @@ from lightning_specdec.decoding.calibration import calibrate
 from lightning_specdec.decoding.session import Conversation, run
 from lightning_specdec.drafters import Drafter, EarlyExitDrafter, StagedDrafter
 from lightning_specdec.models import RNN, LanguageModel, prefill
+from lightning_specdec.models.base import eval_copy
 from lightning_specdec.models.changes import ModelStamp, user_code
 from lightning_specdec.models.huggingface import HuggingFaceLM
+from lightning_specdec.models.longrope import rotation
 from lightning_specdec.models.weights import weights_digest
 from lightning_specdec.serve.engine import Engine, Generation
 from lightning_specdec.serve.prefix_cache import PrefixCache
@@ -79,22 +82,45 @@ ENCODERS: dict[str, dict[str, Any]] = {
 """Sizes of a model that also has encoders of images and sound."""
 
 
+EXPERTS: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 3,
+    "sliding_window": None,
+}
+"""Sizes of PhiMoE."""
+
+SCALES = {"short_mscale": 1.0, "long_mscale": 1.3}
+"""PhiMoE's scales of cosines and sines, one for each side."""
+
+
+def sizes_of(family: str) -> dict[str, Any]:
+    """What the tiny models of a family need beside the sizes that all have."""
+    if family == "phimoe":
+        return {**EXPERTS, "rope_parameters": {**ROPE, **SCALES}}
+    return ENCODERS.get(family, {})
+
+
 def model_of(family: str = "phi3", seed: int = 0, **sizes: Any) -> Any:
     if family.startswith("phi"):
         sizes["original_max_position_embeddings"] = SWITCH
     model: Any = tiny(
         family,
         seed=seed,
-        max_position_embeddings=CONTEXT,
-        rope_parameters=dict(ROPE),
-        **sizes,
+        **{"max_position_embeddings": CONTEXT, "rope_parameters": dict(ROPE), **sizes},
     )
     model.generation_config = GenerationConfig(do_sample=False)
     # The last layer changes little, so that an exit before it is often right.
     last_layer = model.model.layers[-1]
     with torch.no_grad():
         last_layer.self_attn.o_proj.weight.mul_(0.1)
-        last_layer.mlp.down_proj.weight.mul_(0.1)
+        if hasattr(last_layer.mlp, "down_proj"):
+            last_layer.mlp.down_proj.weight.mul_(0.1)
     return model
 
 
@@ -311,9 +337,9 @@ def test_only_texts_across_the_switch_are_refused(length: int) -> None:
         return
 
     message = (
-        rf"a prompt of {length} tokens and {most_new + 1} new ones cross the target's switch to "
-        rf"other positions after {SWITCH} tokens: ask for up to {most_new} new tokens, or give a "
-        rf"prompt of more than {SWITCH}"
+        rf"a prompt of {length} tokens and {most_new + 1} new ones would pass token {SWITCH}, "
+        rf"where this model changes its positions \(LongRoPE\): ask for up to {most_new} new "
+        rf"tokens, or give a prompt of more than {SWITCH}"
     )
     options: dict[str, Any] = {"max_new_tokens": most_new + 1}
     for decode in (decoder.decode, decoder.decode_standard):
@@ -344,7 +370,7 @@ def test_the_command_line_refuses_a_text_across_the_switch_in_one_line(
             "the cat",
             "--max_new_tokens",
             "40",
-            message=f"cross the target's switch to other positions after {SWITCH} tokens",
+            message=f"would pass token {SWITCH}, where this model changes its positions",
         )
         options = ("--prompt", long_prompt, "--max_new_tokens", "40")
         succeed(*command, *verb_options, *options)
@@ -377,9 +403,9 @@ class Wrapper(LanguageModel):
 def test_a_users_wrapper_that_does_not_know_the_switch_is_refused_across_it_too() -> None:
     wrapper = Wrapper(target())
     session = Session(wrapper, NGramDrafter(), max_length=CONTEXT, num_draft_tokens=2)
-    with pytest.raises(ValueError, match="switch to other positions"):
+    with pytest.raises(ValueError, match="changes its positions"):
         session.add(prompt_of(SWITCH - 2), max_new_tokens=9)
-    with pytest.raises(ValueError, match="switch to other positions"):
+    with pytest.raises(ValueError, match="changes its positions"):
         autoregressive_decode(wrapper, [prompt_of(SWITCH - 2)], max_new_tokens=9)
     row = session.add(prompt_of(SWITCH + 9), max_new_tokens=NUM_NEW)
     while session.live:
@@ -419,6 +445,29 @@ def test_training_texts_stay_on_one_side() -> None:
 def test_a_calibration_measures_texts_of_one_side(context_length: int) -> None:
     options: dict[str, Any] = {"windows": (1, 2), "context_length": context_length}
     calibrate(target(), NGramDrafter(), seconds=0.0, **options)
+
+
+@pytest.mark.parametrize("context_length", [SWITCH - 8, SWITCH + 1, SWITCH + 5, CONTEXT])
+@pytest.mark.parametrize("room", [6, 18, 30, 60])
+def test_a_calibration_in_a_context_little_longer_than_the_switch_stays_on_one_side(
+    room: int, context_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = HuggingFaceLM(model_of(max_position_embeddings=SWITCH + room))
+    assert model.max_positions == SWITCH + room
+    text_lengths = []
+    add = Session.add
+
+    def add_and_note(session: Session, prompt: Any, **settings: Any) -> Any:
+        text_lengths.append(len(prompt))
+        return add(session, prompt, **settings)
+
+    monkeypatch.setattr(Session, "add", add_and_note)
+    options: dict[str, Any] = {"windows": (1, 2), "context_length": context_length}
+    calibrate(model, NGramDrafter(), seconds=0.0, **options)
+
+    # A pass through these windows adds 15 tokens. The long side is measured if they fit there.
+    is_long = context_length > SWITCH and room > 15
+    assert all((length > SWITCH) == is_long for length in text_lengths)
 
 
 # Saved texts
@@ -497,7 +546,7 @@ def test_a_servers_requests_share_prefixes_on_one_side() -> None:
     assert ask(3 * SWITCH).num_cached == 0, "of the other side"
     assert ask(20).num_cached == 16
     assert ask(SWITCH + 8).num_cached == SWITCH + 7
-    with pytest.raises(ValueError, match="switch to other positions"):
+    with pytest.raises(ValueError, match="changes its positions"):
         ask(SWITCH - 2)
 
 
@@ -719,9 +768,119 @@ def test_decoding_leaves_the_users_model_as_it_was() -> None:
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "phi4_multimodal"])
+def test_decoding_leaves_the_frequencies_of_a_loaded_model_as_they_were(tmp_path: Path) -> None:
+    """It was packed when it was loaded, so it decodes itself."""
+    path = tmp_path / "model"
+    write_text_model(path, "phi3", original_max_position_embeddings=SWITCH, rope_parameters=ROPE)
+    decoder = SpeculativeDecoder.from_pretrained(str(path), backend="torch")
+    target: Any = decoder.target
+    rotary = target.model.model.rotary_emb
+    frequencies = rotary.inv_freq.clone()
+    num_writes = rotary.inv_freq._version
+    for length in LENGTHS:
+        decoder.decode([prompt_of(length)], max_new_tokens=3)
+        decoder.decode_standard([prompt_of(length)], max_new_tokens=3)
+        assert torch.equal(rotary.inv_freq, frequencies)
+    assert rotary.inv_freq._version == num_writes
+
+
+def test_a_copy_in_evaluation_mode_has_chosen_frequencies_of_its_own() -> None:
+    model = HuggingFaceLM(model_of()).train()
+    copied = eval_copy(model)
+    rotary = model.model.model.rotary_emb
+    copied_rotary = copied.model.model.rotary_emb
+    frequencies = rotary.inv_freq.clone()
+    last_logits(copied.model, prompt_of(2 * SWITCH))
+    assert torch.equal(rotary.inv_freq, frequencies)
+    assert not torch.equal(copied_rotary.inv_freq, frequencies)
+    assert copied_rotary.original_inv_freq is rotary.original_inv_freq
+    assert copied.model.lm_head.weight is model.model.lm_head.weight
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("length", "other_length"), [(5, 3 * SWITCH), (3 * SWITCH, 5)])
+def test_a_thread_on_the_other_side_changes_no_tokens(
+    length: int, other_length: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread runs a round whenever this one has chosen its frequencies."""
+    model: Any = HuggingFaceLM(model_of()).eval()
+    if is_packed:
+        model = model.packed()
+    options: dict[str, Any] = {"max_length": CONTEXT, "num_draft_tokens": 3}
+    session = Session(model, NGramDrafter(), max_new_tokens=NUM_NEW, **options)
+    other_session = Session(model, NGramDrafter(), max_new_tokens=NUM_NEW, **options)
+    row = session.add(prompt_of(length))
+    other_row = other_session.add(prompt_of(other_length))
+
+    this_thread = threading.get_ident()
+    num_frequencies = model.model.model.rotary_emb.inv_freq.numel()
+    copy_values = torch.Tensor.copy_
+    interruptions = []
+
+    def copy_and_yield(tensor: Any, *inputs: Any, **named_inputs: Any) -> Any:
+        result = copy_values(tensor, *inputs, **named_inputs)
+        is_here = threading.get_ident() == this_thread
+        if is_here and tensor.shape == (num_frequencies,) and other_session.live:
+            other_thread = threading.Thread(target=other_session.step)
+            other_thread.start()
+            other_thread.join()
+            interruptions.append(tensor)
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_and_yield)
+    while session.live:
+        session.step()
+    monkeypatch.undo()
+    run(other_session)
+    assert interruptions
+    assert new_tokens(row) == expected_tokens(length)
+    assert new_tokens(other_row) == expected_tokens(other_length)
+
+
+def test_calls_with_gradients_follow_calls_in_inference_mode() -> None:
+    model = HuggingFaceLM(model_of())
+    decoder = SpeculativeDecoder(model, NGramDrafter())
+    prompt = prompt_of(3 * SWITCH)
+    with torch.inference_mode():
+        decoder.decode([prompt], max_new_tokens=4)
+    decoded = decoder.ready()[0]
+    with torch.no_grad():
+        logits = decoded(torch.tensor([prompt], device=DEVICE)).logits[0, -1]
+    torch.testing.assert_close(logits, last_logits(shared_model(), prompt), atol=1e-4, rtol=1e-4)
+    result = decoder.decode([prompt], max_new_tokens=NUM_NEW)
+    assert result.tokens == [expected_tokens(3 * SWITCH)]
+    model(torch.tensor([prompt], device=DEVICE)).logits.sum().backward()
+
+
+FAMILIES = ("phi3", "phi4_multimodal", "phimoe", "llama")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotations_of_both_sides_equal_those_of_transformers_bit_by_bit(
+    family: str, dtype: torch.dtype
+) -> None:
+    rotary = model_of(family, **sizes_of(family)).model.rotary_emb
+    hidden = torch.zeros(2, 1, 1, dtype=dtype, device=DEVICE)
+    positions = {}
+    expected = {}
+    for is_long, num_tokens in ((False, SWITCH), (True, 3 * SWITCH)):
+        positions[is_long] = torch.arange(num_tokens, device=DEVICE)[None]
+        expected[is_long] = rotary(hidden, position_ids=positions[is_long])
+        rotated = rotation(rotary, hidden, positions[is_long], is_long)
+        assert all(map(torch.equal, rotated, expected[is_long]))
+    assert not torch.equal(expected[True][1][:, :SWITCH], expected[False][1])
+
+    sides = torch.tensor([False, True], device=DEVICE)
+    rotated = rotation(rotary, hidden, positions[False].expand(2, -1), sides)
+    for result, short, long in zip(rotated, expected[False], expected[True], strict=True):
+        assert torch.equal(result[0], short[0])
+        assert torch.equal(result[1], long[0, :SWITCH])
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
 def test_other_families_with_such_positions_decode_on_both_sides(family: str) -> None:
-    model = model_of(family, **ENCODERS.get(family, {}))
+    model = model_of(family, **sizes_of(family))
     decoder = SpeculativeDecoder(model, NGramDrafter())
     assert decoder.target.position_switch == SWITCH
     prompts = [prompt_of(length) for length in LENGTHS]

@@ -148,7 +148,8 @@ def calibrate(
     counted_rounds = 4 if is_recorded else 1
     rounds_per_window = warmup_rounds + counted_rounds
 
-    max_length = _shortest_context(target, drafter, context_length)
+    most_new_tokens = _num_new_tokens(windows, rounds_per_window)
+    max_length = _shortest_context(target, drafter, context_length, most_new_tokens)
     windows = _possible_windows(windows, measured_drafter, rounds_per_window, max_length)
     num_new = _num_new_tokens(windows, rounds_per_window)
     length = max(2, min(context_length, max_length - num_new))
@@ -237,19 +238,32 @@ def _drafter_to_measure(drafter: Drafter) -> Drafter:
     return drafter
 
 
-def _shortest_context(target: LanguageModel, drafter: Drafter, context_length: int) -> int:
-    """Most tokens of a text that both models can read.
+def _shortest_context(
+    target: LanguageModel,
+    drafter: Drafter,
+    context_length: int,
+    most_new_tokens: int,
+) -> int:
+    """Most tokens of a text that both models can read, on one side of a position switch.
 
     Args:
-        context_length: tokens that the text begins with. It must not cross a position switch.
+        context_length: tokens that the text begins with; fewer if the new ones would not fit.
+        most_new_tokens: tokens that a pass adds to the text; fewer if windows are left out.
     """
     limits = [MAX_TOKENS]
-    if target.position_switch is not None and context_length <= target.position_switch:
-        limits.append(target.position_switch)
     for limit in (target.max_positions, drafter.max_positions):
         if limit is not None:
             limits.append(limit)
-    return min(limits)
+    longest = min(limits)
+
+    switch = target.position_switch
+    if switch is None:
+        return longest
+    first_length = min(context_length, longest - most_new_tokens)
+    if first_length > switch:
+        return longest
+    # The text begins before the switch, so it has to end there too.
+    return min(longest, switch)
 
 
 def _possible_windows(

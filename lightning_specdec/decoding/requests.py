@@ -444,8 +444,8 @@ def check_switch(num_prompt_tokens: int, max_new_tokens: int, switch: int | None
     if switch is not None and crosses_switch(num_prompt_tokens, max_new_tokens, switch):
         most_new_tokens = switch + 1 - num_prompt_tokens
         raise ValueError(
-            f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones cross the "
-            f"target's switch to other positions after {switch} tokens: ask for up to "
+            f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones would pass "
+            f"token {switch}, where this model changes its positions (LongRoPE): ask for up to "
             f"{most_new_tokens} new tokens, or give a prompt of more than {switch}"
         )
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from lightning_specdec.models.state import DecodeState, KVStorage, Lengths, as_l
 
 # Other packages import these names from here.
 from lightning_specdec.models.threads import one_thread as one_thread
+from lightning_specdec.models.weights import fixed_tensors
 from lightning_specdec.models.weights import weights_digest as weights_digest
 from lightning_specdec.models.weights import weights_stamp as weights_stamp
 
@@ -340,7 +340,8 @@ def eval_copy(module: ModuleType) -> ModuleType:
         return module.eval()
 
     shared: dict[int, Any] = {}
-    for tensor in chain(module.parameters(), module.buffers()):
+    # What a forward pass overwrites is not shared: the user may run the module meanwhile.
+    for tensor in fixed_tensors(module):
         shared[id(tensor)] = tensor
     for part in parts:
         if _is_users_own(part):

@@ -13,12 +13,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_specdec.models.weights import ROPE_TYPE
+from lightning_specdec.models.weights import ROPE_TYPE, overwritten_buffers
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -38,10 +39,11 @@ def rotation(
 ) -> Rotation:
     """The cosines and sines of a rotary module of transformers, for rows on the given sides.
 
-    Only the frequencies differ between the sides; transformers scales both by the same factor.
+    The sides differ in their frequencies, and in some models (PhiMoE) in the scale of the result.
     """
     if is_long is None:
-        return rotary(hidden, position_ids=positions)
+        with _own_frequencies(rotary) as private_rotary:
+            return private_rotary(hidden, position_ids=positions)
     if isinstance(is_long, bool):
         return _of_side(rotary, hidden, positions, is_long=is_long)
 
@@ -66,13 +68,41 @@ def _of_side(
     switch = rotary.config.rope_parameters["original_max_position_embeddings"]
     if not is_long:
         # What lies beyond the switch is padding, or a draft token that is never accepted.
-        return rotary.forward(hidden, position_ids=positions.clamp(max=switch - 1))
+        short_positions = positions.clamp(max=switch - 1)
+        with _own_frequencies(rotary) as private_rotary:
+            return private_rotary.forward(hidden, position_ids=short_positions)
 
     # One column more, at the first position of the long side.
     first_long_position = positions.new_full((len(positions), 1), switch)
     long_positions = torch.cat((positions, first_long_position), dim=1)
-    cosines, sines = rotary.forward(hidden, position_ids=long_positions)
+    with _own_frequencies(rotary) as private_rotary:
+        cosines, sines = private_rotary.forward(hidden, position_ids=long_positions)
     return cosines[:, :-1], sines[:, :-1]
+
+
+@contextmanager
+def _own_frequencies(rotary: Any) -> Iterator[Any]:
+    """The rotary module for one call, which leaves its chosen frequencies as they are.
+
+    transformers writes the chosen frequencies into a buffer and then reads them from there. Another
+    thread on the other side may overwrite them in between, so each call has a buffer of its own.
+    """
+    overwritten_names = overwritten_buffers(rotary)
+    if not overwritten_names:
+        yield rotary
+        return
+
+    private_rotary = copy(rotary)
+    private_rotary._buffers = dict(rotary._buffers)
+    for name in overwritten_names:
+        private_rotary._buffers[name] = rotary._buffers[name].clone()
+    yield private_rotary
+
+    # transformers computes the long side's frequencies once for each device. A recorded call has to
+    # find them, since it cannot compute them.
+    long_frequencies = getattr(private_rotary, "long_inv_freq", None)
+    if getattr(rotary, "long_inv_freq", None) is not long_frequencies:
+        rotary.long_inv_freq = long_frequencies
 
 
 @contextmanager
