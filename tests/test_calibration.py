@@ -272,8 +272,10 @@ def test_other_numbers_of_the_same_steps_of_sampling_are_not_measured_again(
         (12, 0.1, False),
         (4, 2.5, False),
         (3, 9.0, True),
-        (1, 50.0, True),
-        (2, 50.0, False),
+        (1, 29.0, True),
+        (2, 29.0, False),
+        (0, 50.0, True),
+        (1, 50.0, False),
     ],
 )
 def test_slow_rounds_are_measured_fewer_times(num_passes: int, elapsed: float, more: bool) -> None:

@@ -55,7 +55,9 @@ MOST_PASSES = 12
 
 FEWEST_SLOW_PASSES = 2
 SLOW_SECONDS = 10.0
-"""Rounds of large models vary less. Where `FEWEST_PASSES` take longer than this, fewer do."""
+VERY_SLOW_SECONDS = 30.0
+"""Rounds of large models vary less. Where `FEWEST_PASSES` take longer than `SLOW_SECONDS`, fewer
+do; and a single one after `VERY_SLOW_SECONDS`."""
 
 LOOKUP_ROUNDS = 20
 """Rounds in which a lookup is measured."""
@@ -208,7 +210,11 @@ def _needs_another(num_passes: int, elapsed: float, seconds: float) -> bool:
         elapsed: seconds so far.
         seconds: how long to measure, if enough passes fit.
     """
-    fewest = FEWEST_PASSES if elapsed < SLOW_SECONDS else FEWEST_SLOW_PASSES
+    fewest = FEWEST_PASSES
+    if elapsed >= SLOW_SECONDS:
+        fewest = FEWEST_SLOW_PASSES
+    if elapsed >= VERY_SLOW_SECONDS:
+        fewest = 1
     return num_passes < fewest or (num_passes < MOST_PASSES and elapsed < seconds)
 
 
