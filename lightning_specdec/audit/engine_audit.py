@@ -336,7 +336,7 @@ class EngineAuditor:
         cross its position switch.
 
         Raises:
-            ValueError: all do.
+            ValueError: no prompt is left.
         """
         limit = self.target.max_positions
         longest = math.inf if limit is None else limit - self.max_new_tokens

@@ -197,7 +197,7 @@ def _texts_to_compare(texts: Sequence[Sequence[int]], target: HuggingFaceLM) -> 
     if not texts:
         texts = _random_texts(target)
     # Texts must not cross a position switch.
-    context = target.position_switch or target.max_positions or 2**20
+    context = target.positions_of_one_side or 2**20
     max_length = context - _NUM_COMPARED_TOKENS
     cut_texts = [list(text)[:max_length] for text in texts]
     return [text for text in cut_texts if len(text) >= _MIN_TEXT_LENGTH]

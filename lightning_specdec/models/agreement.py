@@ -149,7 +149,7 @@ def agreement_of(model: LanguageModel) -> Agreement | None:
     if not needs_measurement(model):
         return None
     # The text must not cross a position switch.
-    limit = model.position_switch or model.max_positions
+    limit = model.positions_of_one_side
     if limit is not None and limit < text_length + 1:
         return None
 

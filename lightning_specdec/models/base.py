@@ -241,6 +241,13 @@ class LanguageModel(nn.Module, ABC):
         """
         return sum(parameter.numel() for parameter in self.parameters())
 
+    @property
+    def positions_of_one_side(self) -> int | None:
+        """Largest number of tokens of a text that stays on the short side of the position switch;
+        `max_positions` of a model without one.
+        """
+        return self.position_switch or self.max_positions
+
     def room_after(self, num_prompt_tokens: int) -> int | None:
         """Most new tokens after a prompt of that many tokens; None if there is no limit.
 

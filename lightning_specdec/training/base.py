@@ -362,7 +362,7 @@ def _shortest_context(network: nn.Module) -> int | None:
     limits = []
     for model in _models_in(network):
         # The texts of a batch share their positions, so they have to be on one side of a switch.
-        limit = model.position_switch or model.max_positions
+        limit = model.positions_of_one_side
         if limit is not None:
             limits.append(limit)
     return min(limits, default=None)
